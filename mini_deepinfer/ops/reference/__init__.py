@@ -1,0 +1,1 @@
+"""Plain-PyTorch definitions of every op: what the kernels are compared with."""
