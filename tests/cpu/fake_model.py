@@ -80,7 +80,7 @@ class FakeModel:
 
     def forward(self, batch: PrefillBatch) -> torch.Tensor:
         self.num_forwards += 1
-        caches, tokens = self.caches, batch.num_tokens
+        caches = self.caches
         positions = batch.positions.long()
         state = mix(batch.token_ids, positions)
         for plan in self.config.layers:
@@ -89,7 +89,7 @@ class FakeModel:
             if plan.owns_kv:
                 self._compress(plan, batch, state)
             lanes = batch.window_idx.long()
-            seen = from_rows(pool[lanes.clamp(min=0).view(-1)]).view(tokens, -1)
+            seen = from_rows(pool[lanes.clamp(min=0).view(-1)]).view(lanes.shape)
             order = torch.arange(lanes.shape[1]) + 1
             gathered = torch.where(lanes >= 0, mix(seen, order.expand_as(seen)), 0).sum(1) & MASK
             if plan.ratio:
