@@ -6,6 +6,8 @@ noise a correct implementation shows, and the acceptance rules the tests apply.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -49,15 +51,30 @@ class Runner:
         max_tokens: int = 256,
         page_size: int = 16,
     ) -> None:
-        self.config = ModelConfig.from_folder(folder)
-        self.device = torch.device(device)
+        self.folder, self.device, self.max_tokens, self.page_size = folder, torch.device(device), max_tokens, page_size
+        self.profile = NumericProfile(dtype, activation_quant, wo_a)
+        self.latest_pre: torch.Tensor | None = None
+        self.reload()
+
+    def reload(
+        self,
+        edit_config: Callable[[ModelConfig], ModelConfig] = lambda config: config,
+        edit_weights: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
+        activation_quant: bool | None = None,
+    ) -> None:
+        """Build the model from the folder again, with a change to its config, weights or profile."""
+        self.config = edit_config(ModelConfig.from_folder(self.folder))
+        if activation_quant is not None:
+            self.profile = dataclasses.replace(self.profile, activation_quant=activation_quant)
+        pages = -(-self.max_tokens // self.page_size)
         self.caches = Caches(
-            self.config, num_pages=-(-max_tokens // page_size), page_size=page_size, num_slots=1, max_tokens=max_tokens, device=device
+            self.config, num_pages=pages, page_size=self.page_size, num_slots=1, max_tokens=self.max_tokens, device=self.device
         )
-        weights = load_weights(folder, self.config, device=device)
-        profile = NumericProfile(dtype, activation_quant, wo_a)
-        self.model = Model(self.config, profile, weights, self.caches, SingleProcess(), device, max_model_len=max_tokens)
-        self.hasher = EngramHasher(self.config, token_map_of(folder, self.config)) if self.config.engram_layer_ids else None
+        weights = load_weights(self.folder, self.config, device=self.device)
+        edit_weights(weights.tensors)
+        parallel = SingleProcess()
+        self.model = Model(self.config, self.profile, weights, self.caches, parallel, self.device, max_model_len=self.max_tokens)
+        self.hasher = EngramHasher(self.config, token_map_of(self.folder, self.config)) if self.config.engram_layer_ids else None
 
     def batch(self, token_ids: np.ndarray, start: int, end: int, want_logits: str = "all"):
         pages = list(range(self.caches.geometry.num_pages))
