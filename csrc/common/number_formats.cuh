@@ -80,7 +80,7 @@ MDI_HOST_DEVICE float e2m1_decode(uint8_t code) {
 MDI_HOST_DEVICE uint8_t e2m1x2_encode(float even, float odd) {
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ == 1000
     uint16_t out;  // PTX: cvt.rn.satfinite.e2m1x2.f32 (first source is the high nibble)
-    asm("{\n.reg .b8 b;\ncvt.rn.satfinite.e2m1x2.f32 b, %1, %2;\ncvt.u16.u8 %0, b;\n}\n"
+    asm("{\n.reg .b8 b;\ncvt.rn.satfinite.e2m1x2.f32 b, %1, %2;\nmov.b16 %0, {b, 0};\n}\n"
         : "=h"(out)
         : "f"(odd), "f"(even));
     return static_cast<uint8_t>(out);

@@ -256,9 +256,13 @@ def select(op: str, tensor: Tensor, *, impl: str | None = None, compute_dtype: t
     if (compute_dtype or tensor.dtype) == torch.float32:
         if impl is not None:
             raise RuntimeError(f"{op}: implementation {impl!r} computes in bfloat16, got float32; use impl='reference'")
-        _log_once(logging.INFO, "float32 compute on CUDA: the plain PyTorch reference ops run (the kernels are bfloat16)")
+        _log_once(
+            logging.INFO, "float32 compute on CUDA: the plain PyTorch reference ops run (the kernels are bfloat16)"
+        )
         return "reference"
-    device = torch.device("cuda", tensor.device.index if tensor.device.index is not None else torch.cuda.current_device())
+    device = torch.device(
+        "cuda", tensor.device.index if tensor.device.index is not None else torch.cuda.current_device()
+    )
     if choice is None:
         return _best(op, device)
     if reason := _why_not(op, choice, device):

@@ -11,7 +11,9 @@ from mini_deepinfer.ops.reference import number_formats
 # -- number formats ------------------------------------------------------------------------------------------------
 
 
-def _check_expand(op: str, codes: Tensor, per_byte: int, scale: Tensor, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_expand(
+    op: str, codes: Tensor, per_byte: int, scale: Tensor, name: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
     if codes.dim() != 2:
         raise ValueError(f"{op}: {name} must have two dimensions, got {list(codes.shape)}")
     if codes.dtype not in dtypes:
