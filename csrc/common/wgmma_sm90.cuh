@@ -8,6 +8,8 @@
 //
 // Sequence: write operands (fence_proxy_async when by ordinary stores) -> wgmma_fence -> wgmma_* ... -> wgmma_commit ->
 // wgmma_wait<n>. Registers of an rs operand and of D must not be touched between wgmma_fence and the wait.
+// The first product of a chain: pass `accumulate` as a runtime value (k > 0). A constant false followed by an rs form makes
+// ptxas add a fence of its own (C7519).
 // The e4m3 forms accumulate with reduced precision inside the tensor core: promote to fp32 registers every 128 of K.
 //
 // The register lists are macros because asm operands cannot be a template pack.
