@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mini_deepinfer.ops._dispatch import call, select
+from mini_deepinfer.ops._dispatch import call, register_self_test, select
 from mini_deepinfer.ops.reference import number_formats
 
 # -- number formats ------------------------------------------------------------------------------------------------
@@ -76,6 +76,28 @@ def expand_fp4(packed: Tensor, scale: Tensor, *, impl: str | None = None) -> Ten
     out = torch.empty((packed.shape[0], packed.shape[1] * 2), dtype=torch.bfloat16, device=packed.device)
     call(op, impl, packed, scale, out)
     return out
+
+
+def _expand_self_test(device: torch.device) -> dict[str, Tensor]:
+    """Every byte under 32 scales spread over the range, the subnormal and the NaN one included."""
+    every = torch.arange(256, dtype=torch.int32, device=device).to(torch.uint8)
+    scale = torch.cat((every[::9], every[-1:]))[:, None]
+    rows = every.repeat(scale.shape[0], 1)
+    return {"codes": rows, "fp8_scale": scale.repeat(1, 8), "fp4_scale": scale.repeat(1, 16)}
+
+
+register_self_test(
+    "elementwise.expand_fp8",
+    _expand_self_test,
+    lambda inputs, impl: expand_fp8(inputs["codes"], inputs["fp8_scale"], impl=impl),
+    bound=0.0,
+)
+register_self_test(
+    "elementwise.expand_fp4",
+    _expand_self_test,
+    lambda inputs, impl: expand_fp4(inputs["codes"], inputs["fp4_scale"], impl=impl),
+    bound=0.0,
+)
 
 
 # -- norms, rotary embedding, hyper-connections, engram gate ---------------------------------------------------------
