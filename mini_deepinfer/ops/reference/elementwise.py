@@ -23,7 +23,6 @@ __all__ = [
     "hc_mix",
     "rmsnorm",
     "rope",
-    "sinkhorn",
 ]
 
 
