@@ -11,11 +11,17 @@ namespace mdi::attention {
 constexpr int kChunkElems = 8;  // elements of one 16-byte bf16 chunk
 
 // One E4M3 byte, twice, as bf16 (four significant bits: exact; 0x7f is NaN).
-MDI_DEVICE uint32_t e4m3_to_bf16x2(uint32_t byte) {
-    uint32_t halves;  // PTX: cvt.rn.f16x2.e4m3x2 (sm_89); low half used
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(byte)));
+MDI_DEVICE uint32_t e4m3_to_bf16x2(uint8_t byte) {
     float value;
-    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}\n" : "=f"(value) : "r"(halves));
+#if defined(__CUDA_ARCH__)
+    // PTX: cvt.rn.f16x2.e4m3x2 (sm_89)
+    asm("{\n.reg .b32 halves;\n.reg .b16 low, high;\ncvt.rn.f16x2.e4m3x2 halves, %1;\n"
+        "mov.b32 {low, high}, halves;\ncvt.f32.f16 %0, low;\n}\n"
+        : "=f"(value)
+        : "h"(static_cast<uint16_t>(byte)));
+#else
+    value = e4m3_decode(byte);
+#endif
     return ptx::pack_bf16x2(value, value);
 }
 
