@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from mini_deepinfer.ops._dispatch import call, select
+from mini_deepinfer.ops._dispatch import call, register_self_test, select
 from mini_deepinfer.ops.reference import attention as reference
 
 KERNEL_HEAD_DIM = 512  # the only D the compiled sparse attention takes
@@ -17,26 +19,20 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check(
-    op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: dict[str, int | None], like: Tensor
-) -> None:
+def _check(op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: dict[str, int | None], like: Tensor) -> None:
     """dtype, shape and device of one operand. shape: letter -> wanted size, None = any."""
     letters = ", ".join(letter if size is None else f"{letter}={size}" for letter, size in shape.items())
     if tensor.dtype not in dtypes:
         wanted = " or ".join(_name(dtype) for dtype in dtypes)
         raise TypeError(f"{op}: {name} must be {wanted} [{letters}], got {_name(tensor.dtype)} {list(tensor.shape)}")
-    fits = tensor.dim() == len(shape) and all(
-        size in (None, got) for size, got in zip(shape.values(), tensor.shape, strict=True)
-    )
+    fits = tensor.dim() == len(shape) and all(size in (None, got) for size, got in zip(shape.values(), tensor.shape, strict=True))
     if not fits:
         raise ValueError(f"{op}: {name} must be [{letters}], got {list(tensor.shape)}")
     if tensor.device != like.device:
         raise ValueError(f"{op}: {name} must be on {like.device} like the first operand, got {tensor.device}")
 
 
-def _write_rows(
-    op: str, name: str, values: Tensor, rows: Tensor, slots: Tensor, bytes_per_32: int, impl: str | None
-) -> str | None:
+def _write_rows(op: str, name: str, values: Tensor, rows: Tensor, slots: Tensor, bytes_per_32: int, impl: str | None) -> str | None:
     """Checks shared by the two row writers. Returns the implementation, None when there is nothing to write."""
     _check(op, name, values, _COMPUTE_DTYPES, {"rows": None, "D": None}, values)
     count, dim = values.shape
@@ -214,3 +210,28 @@ def sparse(
         )
     call(op, chosen, q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, out)
     return out
+
+
+# -- self-test of the sparse kernels ---------------------------------------------------------------------------------
+
+
+def _self_test_inputs(device: torch.device) -> dict[str, Any]:
+    """Five tokens: full, with holes, short, window only, empty; 68 heads, so that the second head block is ragged."""
+    tokens, heads, dim, window, picks = 5, 68, KERNEL_HEAD_DIM, 128, 200
+    gen = torch.Generator().manual_seed(0)
+    pools = [pack(torch.randn(300, dim, generator=gen).bfloat16()) for pack in (reference.pack_window, reference.pack_compressed)]
+    lanes = [torch.randint(300, (tokens, count), generator=gen, dtype=torch.int32) for count in (window, picks)]
+    lanes[0][1, ::3] = lanes[1][1, ::5] = -1
+    lanes[0][4] = -1
+    lengths = torch.tensor([picks, picks, 70, 0, 0], dtype=torch.int32)
+    q = torch.randn(tokens, heads, dim, generator=gen).bfloat16()
+    operands = {"q": q, "window": pools[0], "window_idx": lanes[0], "compressed": pools[1], "compressed_idx": lanes[1]}
+    operands |= {"compressed_len": lengths, "sink": torch.randn(heads, generator=gen)}
+    return {name: operand.to(device) for name, operand in operands.items()}
+
+
+def _self_test_run(inputs: dict[str, Any], impl: str) -> Tensor:
+    return sparse(**inputs, softmax_scale=KERNEL_HEAD_DIM**-0.5, impl=impl)
+
+
+register_self_test("attention.sparse", _self_test_inputs, _self_test_run, bound=2.0**-7)
