@@ -69,7 +69,7 @@ def page_table(g: torch.Generator, num_seqs: int, pages_per_seq: int, num_pages:
 
 
 def selection(g: torch.Generator, num_tokens: int, num_picks: int, num_rows: int, skip: float = 0.0) -> Tensor:
-    """[T, K] int32 distinct rows ascending with a -1 tail where rows run out; `skip`: share of lanes set to -1 in place."""
+    """[T, K] int32 distinct rows ascending, -1 tail where rows run out; `skip`: share of lanes set to -1 in place."""
     keys = torch.rand(num_tokens, num_rows, generator=g)
     count = min(num_picks, num_rows)
     picked = torch.full((num_tokens, num_picks), -1, dtype=torch.int32)
@@ -80,7 +80,7 @@ def selection(g: torch.Generator, num_tokens: int, num_picks: int, num_rows: int
 
 
 def window_indices(positions: Tensor, first_row: Tensor, window: int) -> Tensor:
-    """[T, W] int32: rows of positions max(0, pos - W + 1)..pos ascending, -1 behind; position p lies in first_row + p."""
+    """[T, W] int32: rows of positions max(0, pos - W + 1)..pos ascending, -1 behind; p is row first_row + p."""
     lanes = torch.arange(window)
     start = (positions.long() - window + 1).clamp(min=0)
     rows = start[:, None] + lanes

@@ -47,8 +47,9 @@ class Difference:
 
     def __str__(self) -> str:
         return (
-            f"{self.what}: {self.count} values, 1 - cosine {self.cosine:.3g}, max abs {self.max_abs:.4g} {self.max_abs_at}, "
-            f"max rel {self.max_rel:.4g} {self.max_rel_at}, {self.num_over} over the bound{self.mask_note}"
+            f"{self.what}: {self.count} values, 1 - cosine {self.cosine:.3g}, "
+            f"max abs {self.max_abs:.4g} {self.max_abs_at}, max rel {self.max_rel:.4g} {self.max_rel_at}, "
+            f"{self.num_over} over the bound{self.mask_note}"
         )
 
 
