@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mini_deepinfer.ops._dispatch import call, register_self_test, select
+from mini_deepinfer.ops.reference import elementwise as definitions
 from mini_deepinfer.ops.reference import number_formats
 
 # -- number formats ------------------------------------------------------------------------------------------------
@@ -101,3 +102,15 @@ register_self_test(
 
 
 # -- norms, rotary embedding, hyper-connections, engram gate ---------------------------------------------------------
+
+
+# Until their kernels are here, these ops are their definitions.
+act_quant = definitions.act_quant
+act_quant_folded = definitions.act_quant_folded
+fold_scales = definitions.fold_scales
+rmsnorm = definitions.rmsnorm
+rope = definitions.rope
+hc_mix = definitions.hc_mix
+hc_collapse = definitions.hc_collapse
+hc_expand = definitions.hc_expand
+engram_gate = definitions.engram_gate
