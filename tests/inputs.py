@@ -17,9 +17,7 @@ def normal(g: torch.Generator, *shape: int, dtype: torch.dtype = torch.bfloat16,
     return (torch.randn(*shape, generator=g) * scale).to(dtype)
 
 
-def integers(
-    g: torch.Generator, *shape: int, low: int = -4, high: int = 4, dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
+def integers(g: torch.Generator, *shape: int, low: int = -4, high: int = 4, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Small integers low..high: products and sums are exact, so results can be compared bit for bit."""
     return torch.randint(low, high + 1, shape, generator=g).to(dtype)
 
@@ -94,9 +92,7 @@ def window_indices(positions: Tensor, first_row: Tensor, window: int) -> Tensor:
 class Canary:
     """An output tensor inside a larger buffer of marked bytes; check() raises when a kernel wrote outside it."""
 
-    def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, margin: int = 4096
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, margin: int = 4096) -> None:
         size = torch.empty(0, dtype=dtype).element_size()
         count = size
         for extent in shape:

@@ -100,9 +100,7 @@ def test_without_kernels_and_why(build, monkeypatch: pytest.MonkeyPatch) -> None
 def test_another_cuda_major_is_refused(build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_HOME", str(fake_nvcc(tmp_path, "12.4")))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(
-        SystemExit, match=r"nvcc is CUDA 12.4 .* was built for CUDA 13.0: the major versions must agree"
-    ):
+    with pytest.raises(SystemExit, match=r"nvcc is CUDA 12.4 .* was built for CUDA 13.0: the major versions must agree"):
         build.toolchain()
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert build.toolchain().cuda_version == "12.4"
@@ -186,9 +184,7 @@ def test_library_needs_neither_libcuda_nor_cuda_torch() -> None:
         pytest.skip("needs readelf")
     run = subprocess.run([readelf, "-d", str(_extension.library_path())], capture_output=True, text=True, check=True)
     needed = re.findall(r"NEEDED.*\[(.+?)\]", run.stdout)
-    assert not [
-        name for name in needed if name.startswith(("libcuda.so", "libtorch_cuda", "libtorch_python", "libpython"))
-    ]
+    assert not [name for name in needed if name.startswith(("libcuda.so", "libtorch_cuda", "libtorch_python", "libpython"))]
 
 
 # -- the build record against the running torch and GPU ----------------------------------------------------------------
@@ -240,9 +236,7 @@ def test_a_library_that_does_not_load_is_diagnosed(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     _extension._load.cache_clear()
     try:
-        assert re.search(
-            r"_C.abi3.so does not load .* built with torch 2.13.0 and CUDA 13.0", _extension.problem() or ""
-        )
+        assert re.search(r"_C.abi3.so does not load .* built with torch 2.13.0 and CUDA 13.0", _extension.problem() or "")
     finally:
         _extension._load.cache_clear()
 
@@ -277,10 +271,7 @@ def test_ptxas_log(usage) -> None:
     assert (bad.arch, bad.registers, bad.stack, bad.spill_stores, bad.spill_loads) == ("sm_100a", 255, 24, 20, 16)
     problems = report.problems()
     assert len(problems) == 2 and "_Z3badv: spills 20 bytes stored" in problems[0] and "C7510" in problems[1]
-    assert (
-        usage.parse_log("x", LOG.split("\n", 1)[1].split("ptxas info    : Compiling entry function '_Z3")[0]).problems()
-        == []
-    )
+    assert usage.parse_log("x", LOG.split("\n", 1)[1].split("ptxas info    : Compiling entry function '_Z3")[0]).problems() == []
 
 
 def test_declared_sass(usage, tmp_path: Path) -> None:

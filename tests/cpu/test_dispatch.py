@@ -106,9 +106,7 @@ def test_unknown_op_lists_the_ops(machine: SimpleNamespace) -> None:
         _dispatch.select("attention.dense", fake_cuda())
 
 
-@pytest.mark.parametrize(
-    "capability, archs", [((8, 6), ("90a", "100a")), ((12, 0), ("90a", "100a")), ((10, 0), ("90a",))]
-)
+@pytest.mark.parametrize("capability, archs", [((8, 6), ("90a", "100a")), ((12, 0), ("90a", "100a")), ((10, 0), ("90a",))])
 def test_unsupported_gpu_is_refused_by_name(machine: SimpleNamespace, capability, archs) -> None:
     machine.capability, machine.archs = capability, archs
     with pytest.raises(RuntimeError) as error:
@@ -235,9 +233,7 @@ def test_bad_input_never_reaches_the_library(stub: StubLibrary, op, codes, scale
     assert stub.calls == []
 
 
-def test_log_and_sync_flags(
-    stub: StubLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_and_sync_flags(stub: StubLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     synced = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: synced.append(1))
     monkeypatch.setenv("MDI_LOG_OPS", "1")

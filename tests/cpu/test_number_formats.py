@@ -63,9 +63,7 @@ def test_e4m3_codes() -> None:
 def test_every_fp4_byte_under_every_scale() -> None:
     packed, scale = BYTES.repeat(256, 1), BYTES[:, None].repeat(1, 16)
     out = nf.expand_fp4(packed, scale)
-    exact = (
-        torch.tensor(E2M1, dtype=torch.float64)[nf.unpack_fp4(BYTES).long()] * nf.decode_e8m0(BYTES).double()[:, None]
-    )
+    exact = torch.tensor(E2M1, dtype=torch.float64)[nf.unpack_fp4(BYTES).long()] * nf.decode_e8m0(BYTES).double()[:, None]
     fits = exact.abs() < 2.0**128
     assert out[255].isnan().all() and not out[:255].isnan().any()
     assert torch.equal(out.double()[fits], exact[fits])
