@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """List a checkpoint's tensors by component, check it, and show how far its block scales spread along each row.
 
-The spread decides whether scales can be folded into one per row: an E4M3 code keeps its value through a shift of up to
-FOLD_BINADES binades, so a row whose largest and smallest scale are further apart would lose values.
+The spread decides whether an FP4 row's scales can be folded into one: an E2M1 value times a power of two is an exact E4M3
+value over FOLD_BINADES binades, so a row whose largest and smallest scale are further apart would lose values. FP8 codes
+have no such guarantee; their spread is shown for judging the folding of dense weights.
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ def print_spreads(checkpoint: Checkpoint, config: ModelConfig, *, read_all: bool
             continue
         spreads, counts = np.unique(row_spreads(checkpoint, name), return_counts=True)
         histograms.setdefault(spec.component, Counter()).update(dict(zip(spreads.tolist(), counts.tolist())))
-    print(f"\nscale spread per row, in binades (folding keeps every value up to {FOLD_BINADES})")
+    print(f"\nscale spread per row in binades, spread:rows (FP4 rows fold exactly up to {FOLD_BINADES})")
     for component, histogram in histograms.items():
         over = sum(count for spread, count in histogram.items() if spread > FOLD_BINADES)
+        verdict = "-" if component != "routed experts" else f"{over:,} rows do not fold" if over else "all rows fold"
         shown = "  ".join(f"{spread}:{count:,}" for spread, count in sorted(histogram.items()))
-        print(f"  {component:<20} {'folds' if not over else f'{over:,} rows do not fold'}   {shown}")
+        print(f"  {component:<20} {verdict:<16} {shown}")
 
 
 if __name__ == "__main__":
