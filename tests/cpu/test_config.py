@@ -100,7 +100,7 @@ def test_flat_config_is_accepted():
 
 @pytest.mark.parametrize("model_type", ["deepseek_v4", "deepseek_v41_text", "deepseek_v411", "deepseek_v3", None, ""])
 def test_other_model_types_are_refused(model_type):
-    with pytest.raises(ValueError, match="model_type.*deepseek_v41"):
+    with pytest.raises(ValueError, match=r"model_type.*deepseek_v41"):
         ModelConfig.from_dict({**released(), "model_type": model_type})
 
 
@@ -209,7 +209,7 @@ def test_two_levels_that_disagree():
 
 def test_candidate_pool_boundary():
     # 3 * 4 - 3 = 9 entries are certain
-    base = dict(candidate_topk_blocks=3, candidate_block_size=4)
+    base = {"candidate_topk_blocks": 3, "candidate_block_size": 4}
     assert ModelConfig.from_dict(released(index_topk=9, **base)).index_topk == 9
     with pytest.raises(ValueError, match="candidate_topk_blocks"):
         ModelConfig.from_dict(released(index_topk=10, **base))

@@ -165,12 +165,12 @@ def test_empty_range(small):
 
 def test_table_height_must_be_the_sum_of_the_primes(small_config):
     config = dataclasses.replace(small_config, engram_num_embeddings=(111,))
-    with pytest.raises(ValueError, match="111 rows.*112"):
+    with pytest.raises(ValueError, match=r"111 rows.*112"):
         EngramHasher(config, np.array([0, 1, 2, 3, 4, 3], np.int32))
 
 
 def test_map_must_fit_the_config(small_config):
-    with pytest.raises(ValueError, match="4 classes.*engram_compressed_vocab_size = 5"):
+    with pytest.raises(ValueError, match=r"4 classes.*engram_compressed_vocab_size = 5"):
         EngramHasher(small_config, np.array([0, 1, 2, 3, 2, 3], np.int32))
     with pytest.raises(ValueError, match=r"int32 \[vocab_size=6\]"):
         EngramHasher(small_config, np.zeros(5, np.int32))
@@ -213,7 +213,7 @@ def test_another_tokenizer_is_noticed_or_changes_rows():
     config = ModelConfig.from_folder(TINY_A)
     raw = RawTokenizer.from_file(str(TINY_A / "tokenizer.json"))
     own = token_map_from_tokenizer(raw, config)
-    with pytest.raises(ValueError, match="397 classes.*engram_compressed_vocab_size = 398"):
+    with pytest.raises(ValueError, match=r"397 classes.*engram_compressed_vocab_size = 398"):
         token_map_from_tokenizer(raw, dataclasses.replace(config, engram_compressed_vocab_size=398))
     first, second = (int(np.flatnonzero(own == c)[0]) for c in (40, 41))  # two tokens swap their places
     swapped = own.copy()
@@ -226,7 +226,7 @@ def test_vocabulary_larger_than_the_tokenizer():
     config = dataclasses.replace(ModelConfig.from_folder(TINY_A), vocab_size=520)
     token_map = token_map_from_folder(TINY_A, config)
     assert token_map.shape == (520,) and (token_map[512:] == NO_TOKEN).all()
-    with pytest.raises(ValueError, match="tokenizer has 512 tokens.*vocab_size = 500"):
+    with pytest.raises(ValueError, match=r"tokenizer has 512 tokens.*vocab_size = 500"):
         token_map_from_folder(TINY_A, dataclasses.replace(config, vocab_size=500))
 
 

@@ -274,7 +274,7 @@ def test_nan_scale_of_an_engram_row_is_found_when_the_row_is_read(folder, config
     patch_bytes(folder, "layers.1.engram.embed.scale", 5, 255)
     table = load_weights(folder, config, progress=False).engram[1]
     table.gather(torch.arange(5))
-    with pytest.raises(ValueError, match="layers.1.engram.embed: row 5 has scale byte 255"):
+    with pytest.raises(ValueError, match=r"layers\.1\.engram\.embed: row 5 has scale byte 255"):
         table.gather(torch.tensor([2, 5]))
 
 
