@@ -6,13 +6,18 @@ import dataclasses
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from mini_deepinfer import dummy_weights as dummy_module
-from mini_deepinfer.config import ModelConfig
+from mini_deepinfer.batch import ChunkRequest, build_batch
+from mini_deepinfer.config import ModelConfig, NumericProfile
 from mini_deepinfer.engram import EngramHasher, synthetic_token_map
+from mini_deepinfer.kv_cache import Caches
+from mini_deepinfer.model import Model
 from mini_deepinfer.ops.reference import number_formats
+from mini_deepinfer.parallel import SingleProcess
 from mini_deepinfer.weights import dummy_weights, load_weights
 
 TINY_A = Path(__file__).parents[1] / "data" / "tiny-a"
@@ -115,3 +120,22 @@ def test_other_shapes():
     config = dataclasses.replace(ModelConfig.from_folder(TINY_A), hc_mult=2, engram_layer_ids=(), engram_num_embeddings=())
     weights = dummy_weights(config)
     assert weights.tensors["layers.0.hc_attn_base"].shape == (8,) and not weights.engram
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_is_finite_and_the_router_balanced(config, weights, dtype):
+    config = dataclasses.replace(config, image_token_id=None)
+    cpu = torch.device("cpu")
+    caches = Caches(config, num_pages=8, page_size=16, num_slots=1, max_tokens=128, device=cpu)
+    model = Model(config, NumericProfile(dtype), weights, caches, SingleProcess(), cpu, max_model_len=128)
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, 128)
+    hasher = EngramHasher(config, synthetic_token_map(config))
+    batch = build_batch(config, [ChunkRequest(ids, 0, 128, 0, list(range(8)), "all")], caches.geometry, cpu, hasher)
+    seen: dict[tuple[str, int], torch.Tensor] = {}
+    logits = model.forward(batch, lambda name, layer, tensor: seen.update({(name, layer): tensor.clone()}))
+    assert logits.isfinite().all() and 0.5 < logits.std() < 2.0
+    for layer in range(config.num_hidden_layers):
+        size = seen["streams", layer].float().square().mean().sqrt()
+        assert 0.5 < size < 4.0, layer
+        load = torch.bincount(seen["router_ids", layer].flatten().long(), minlength=config.n_routed_experts)
+        assert load.min() > 0 and load.max() < 2.5 * load.float().mean(), (layer, load.tolist())
