@@ -117,6 +117,7 @@ class Scheduler:
         self._free_slots = list(range(caches.geometry.num_slots - 1, -1, -1))
         self._arrivals = itertools.count()
         self._prefill_goes_first = False
+        self._preempted = False  # in the step being planned
 
     @property
     def has_work(self) -> bool:
@@ -133,9 +134,9 @@ class Scheduler:
         if needed > self.allocator.num_pages:
             num_new = request.max_total - request.prompt_tokens
             return (
-                f"request of {request.prompt_tokens} prompt tokens and up to {num_new} new ones needs {needed} pages of "
-                f"{self.geometry.page_size} tokens; the cache has {self.allocator.num_pages}. Raise num_pages or lower "
-                "max_tokens."
+                f"request of {request.prompt_tokens} prompt tokens and up to {num_new} new ones needs {needed} pages "
+                f"of {self.geometry.page_size} tokens; the cache has {self.allocator.num_pages}. Raise num_pages or "
+                "lower max_tokens."
             )
         return None
 
@@ -163,6 +164,7 @@ class Scheduler:
     def plan(self) -> list[Chunk]:
         """Choose the chunks of the next step and take their pages and slots. Empty only without work."""
         self.stats.steps += 1
+        self._preempted = False
         chunks: dict[Request, Chunk] = {}
         parts = [self._plan_decodes, self._plan_prefills]
         for part in reversed(parts) if self._prefill_goes_first else parts:
@@ -182,10 +184,9 @@ class Scheduler:
             self._grow(request, chunks)
 
     def _plan_prefills(self, chunks: dict[Request, Chunk]) -> None:
-        preemptions = self.stats.preemptions
         for request in [request for request in self.running if not request.is_decoding]:
             self._grow(request, chunks)
-        if self.stats.preemptions == preemptions:
+        if not self._preempted:  # or the request that just gave its pages back would take them again
             self._admit(chunks)
 
     def _left(self, chunks: dict[Request, Chunk]) -> int:
@@ -264,6 +265,7 @@ class Scheduler:
         request.num_computed = request.num_published = 0
         request.num_preemptions += 1
         self.stats.preemptions += 1
+        self._preempted = True
         place = sum(other.arrival < request.arrival for other in self.waiting)
         self.waiting.insert(place, request)
 
