@@ -1,0 +1,124 @@
+"""Packed KV rows, compressor pooling and sparse attention: definitions in plain PyTorch (model spec 4.3 to 4.6)."""
+
+from __future__ import annotations
+
+import torch
+
+from mini_deepinfer.ops.reference import number_formats as formats
+
+BLOCK_SLOTS = 64
+_TOKENS_PER_PASS = 128
+
+
+def scatter_rows(rows: torch.Tensor, slots: torch.Tensor, packed: torch.Tensor) -> None:
+    """rows[slots[i]] = packed[i] for every slot >= 0."""
+    keep = slots >= 0
+    rows[slots[keep].long()] = packed[keep]
+
+
+def pack_window(kv: torch.Tensor) -> torch.Tensor:
+    """[T, D] -> [T, D + D/32] bytes: E4M3 codes then E8M0 scales (model spec 4.4)."""
+    codes, scale = formats.quant_fp8_ue8m0(kv, block=32, floor=formats.ACT_QUANT_FLOOR)
+    return torch.cat((codes.view(torch.uint8), scale), -1)
+
+
+def unpack_window(rows: torch.Tensor) -> torch.Tensor:
+    """[..., D + D/32] bytes -> exact float32 values [..., D]."""
+    dim = rows.shape[-1] * 32 // 33
+    return formats.dequant_fp8_ue8m0(rows[..., :dim], rows[..., dim:])
+
+
+def pack_compressed(latent: torch.Tensor) -> torch.Tensor:
+    """[G, D] -> [G, D/2 + D/16] bytes: E2M1 codes then E4M3 scales (model spec 4.4)."""
+    return torch.cat(formats.quant_nvfp4(latent), -1)
+
+
+def unpack_compressed(rows: torch.Tensor) -> torch.Tensor:
+    """[..., D/2 + D/16] bytes -> exact float32 values [..., D]."""
+    half = rows.shape[-1] * 8 // 9
+    return formats.dequant_nvfp4(rows[..., :half], rows[..., half:])
+
+
+def write_window(kv: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    scatter_rows(rows, slots, pack_window(kv))
+
+
+def write_compressed(latent: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    scatter_rows(rows, slots, pack_compressed(latent))
+
+
+def compress(
+    kv: torch.Tensor,
+    score: torch.Tensor | None,
+    tail_kv: torch.Tensor | None,
+    tail_score: torch.Tensor | None,
+    group_rows: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Pool r tokens to one row: softmax of the scores over the group, channel by channel, in float32 (model spec 4.3)."""
+    index = group_rows.long()
+    if score is None:
+        return kv[index[:, 0]].to(out_dtype)
+    if tail_kv is not None and tail_score is not None:
+        kv, score = torch.cat((kv, tail_kv)), torch.cat((score, tail_score))
+    weight = torch.softmax(score[index].to(torch.float32), 1)
+    pooled = weight[:, 0] * kv[index[:, 0]]
+    for i in range(1, index.shape[1]):
+        pooled = pooled + weight[:, i] * kv[index[:, i]]
+    return pooled.to(out_dtype)
+
+
+def sparse(
+    q: torch.Tensor,
+    window: torch.Tensor,
+    window_idx: torch.Tensor,
+    compressed: torch.Tensor | None,
+    compressed_idx: torch.Tensor | None,
+    compressed_len: torch.Tensor | None,
+    sink: torch.Tensor,
+    softmax_scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of q [T, H, D] over packed rows chosen by index; K = V (model spec 4.5, 4.6)."""
+    if out is None:
+        out = torch.empty_like(q)
+    for start in range(0, q.shape[0], _TOKENS_PER_PASS):
+        part = slice(start, start + _TOKENS_PER_PASS)
+        keys, valid = _gather(window, window_idx[part], None, unpack_window)
+        if compressed is not None and compressed_idx is not None and compressed_idx.shape[1]:
+            length = None if compressed_len is None else compressed_len[part]
+            more_keys, more_valid = _gather(compressed, compressed_idx[part], length, unpack_compressed)
+            keys, valid = torch.cat((keys, more_keys), 1), torch.cat((valid, more_valid), 1)
+        out[part] = _softmax_blocks(q[part], keys, valid, sink, softmax_scale)
+    return out
+
+
+def _gather(rows, index, length, unpack):
+    valid = index >= 0
+    if length is not None:
+        valid = valid & (torch.arange(index.shape[1], device=index.device) < length[:, None])
+    picked = rows[torch.where(valid, index, 0).long()]
+    # a skipped lane reads nothing: its (arbitrary) row is replaced by zero bytes before it is decoded
+    return unpack(torch.where(valid[..., None], picked, torch.zeros((), dtype=torch.uint8, device=rows.device))), valid
+
+
+def _softmax_blocks(q, keys, valid, sink, softmax_scale):
+    """The one-pass softmax over blocks of 64 slots; see model spec 4.6 for the rounding points."""
+    query = q.to(torch.float32)
+    tokens, heads, _ = query.shape
+    row_max = torch.full((tokens, heads, 1), -1e30, device=q.device)
+    total = torch.zeros(tokens, heads, 1, device=q.device)
+    acc = torch.zeros_like(query)
+    for start in range(0, keys.shape[1], BLOCK_SLOTS):
+        block, mask = keys[:, start : start + BLOCK_SLOTS], valid[:, None, start : start + BLOCK_SLOTS]
+        score = torch.bmm(query, block.transpose(1, 2)) * softmax_scale
+        score = torch.where(mask, score, float("-inf"))
+        new_max = torch.maximum(row_max, score.amax(-1, keepdim=True))
+        alpha = torch.exp(row_max - new_max)
+        p = torch.exp(score - new_max)
+        total = total * alpha + p.sum(-1, keepdim=True)
+        acc = acc * alpha + torch.bmm(p.to(q.dtype).to(torch.float32), block)
+        row_max = new_max
+    total = total + torch.exp(torch.clamp(sink.to(torch.float32)[None, :, None] - row_max, max=88.0))
+    empty = ~valid.any(1)[:, None, None]
+    return torch.where(empty, torch.zeros_like(acc), acc / total).to(q.dtype)
