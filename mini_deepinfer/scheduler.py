@@ -22,6 +22,7 @@ from .kv_cache import Caches, PageAllocator, PrefixCache, PrefixHit
 from .sampler import SamplingParams
 
 FinishReason = Literal["stop", "length", "error", "abort"]
+UNKNOWN_ID = -2  # in place of a sampled id that the tokenizer does not know; -1 stands for logits that are not finite
 
 
 @dataclass(eq=False)
@@ -75,9 +76,7 @@ class Chunk:
 
     def as_input(self) -> ChunkRequest:
         request = self.request
-        return ChunkRequest(
-            request.tokens[: request.num_tokens], self.start, self.end, request.slot, request.pages, self.want_logits
-        )
+        return ChunkRequest(request.tokens[: request.num_tokens], self.start, self.end, request.slot, request.pages, self.want_logits)
 
 
 @dataclass
@@ -98,9 +97,7 @@ class Scheduler:
         ValueError  a token budget above what the caches' chunk area holds, or below 1
     """
 
-    def __init__(
-        self, caches: Caches, allocator: PageAllocator, prefix_cache: PrefixCache | None, max_num_batched_tokens: int
-    ) -> None:
+    def __init__(self, caches: Caches, allocator: PageAllocator, prefix_cache: PrefixCache | None, max_num_batched_tokens: int) -> None:
         if not 1 <= max_num_batched_tokens <= caches.geometry.max_tokens:
             raise ValueError(
                 f"scheduler: max_num_batched_tokens must be in 1..{caches.geometry.max_tokens} (max_tokens of the "
@@ -278,16 +275,15 @@ class Scheduler:
         room = cache.max_snapshots - cache.num_snapshots
         for boundary in range(chunk.start // page_size * page_size + page_size, chunk.end + 1, page_size):
             kept = boundary in request.snapshot_at
-            if (kept or len(chunk.snapshots) < room) and cache.wants_snapshot(
-                request.chain[boundary // page_size - 1], kept=kept
-            ):
+            if (kept or len(chunk.snapshots) < room) and cache.wants_snapshot(request.chain[boundary // page_size - 1], kept=kept):
                 chunk.snapshots[boundary] = self.caches.begin_snapshot(request.slot, chunk.start, boundary)
 
     # ---------------------------------------------------------------- after the forward pass
 
     def complete(self, chunks: Sequence[Chunk], sampled: Sequence[int | None]) -> list[Request]:
-        """Account for a finished step; sampled[i] is chunk i's next token (None where none was asked for, -1 if its
-        logits are not finite). Returns the requests that ended. A request aborted in the meantime is passed over."""
+        """Account for a finished step; sampled[i] is chunk i's next token (None where none was asked for,
+        negative where none could be chosen). Returns the requests that ended; one aborted in the meantime is passed
+        over."""
         ended: list[Request] = []
         first_token = 0
         for chunk, token in zip(chunks, sampled):
@@ -327,7 +323,8 @@ class Scheduler:
         if request.score:
             return "length", None
         if token is None or token < 0:
-            return "error", f"no token can be chosen after {request.num_tokens} tokens: the logits are not finite"
+            why = "the chosen id has no token in the tokenizer" if token == UNKNOWN_ID else "the logits are not finite"
+            return "error", f"cannot continue after {request.num_tokens} tokens: {why}"
         request.tokens[request.num_tokens] = token
         request.num_tokens += 1
         self.stats.generated_tokens += 1
