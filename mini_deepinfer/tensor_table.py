@@ -1,7 +1,7 @@
 """Every tensor of the checkpoint's text part, derived from the config (model spec 2).
 
-One table serves the loader, the checker, the dummy loader and the writer of tiny checkpoints: name, stored dtype, shape and
-component of each tensor, in layer order. Nothing else in the package spells a checkpoint tensor's shape.
+One table serves the loader, the checker, the dummy loader and the writer of tiny checkpoints: name, stored dtype, shape
+and component of each tensor, in layer order. Nothing else in the package spells a checkpoint tensor's shape.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _layer_specs(config: ModelConfig, plan: LayerPlan) -> Iterator[TensorSpec]:
     i, hidden, heads, n = plan.index, config.hidden_size, config.num_attention_heads, config.hc_mult
     prefix = f"layers.{i}."
 
-    def plain(name: str, shape: tuple[int, ...], component: str, dtype: str = "BF16", loaded: bool = True) -> TensorSpec:
+    def plain(name: str, shape: tuple[int, ...], component: str, dtype: str = "BF16", *,
+              loaded: bool = True) -> TensorSpec:
         return TensorSpec(prefix + name, dtype, shape, component, layer=i, loaded=loaded)
 
     def fp8(name: str, rows: int, cols: int, component: str) -> Iterator[TensorSpec]:
@@ -153,7 +154,8 @@ def _layer_specs(config: ModelConfig, plan: LayerPlan) -> Iterator[TensorSpec]:
     if plan.engram is not None:
         rows, dim = config.engram_num_embeddings[plan.engram], config.engram_head_dim
         yield TensorSpec(f"{prefix}engram.embed.weight", "F8_E4M3", (rows, dim), "engram tables", "engram", i)
-        yield TensorSpec(f"{prefix}engram.embed.scale", "F8_E8M0", (rows, dim // BLOCK), "engram tables", "engram_scale", i)
+        yield TensorSpec(f"{prefix}engram.embed.scale", "F8_E8M0", (rows, dim // BLOCK), "engram tables",
+                         "engram_scale", i)
         yield from fp8("engram.wkv", (n + 1) * hidden, config.engram_rows_per_token * dim, "engram projections")
         yield plain("engram.q_weight", (n, hidden), "engram projections")
         yield plain("engram.k_weight", (n, hidden), "engram projections")

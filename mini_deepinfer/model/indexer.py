@@ -63,7 +63,10 @@ class Indexer:
         for start in range(0, x.shape[0], rows):
             part = slice(start, start + rows)
             self._select_rows(part, codes, scale, weights, visible, width, candidates, ids, count, blocks, step)
-        step.candidates = blocks if plan.is_candidate_source else step.candidates
+        step.record("selection", plan.index, ids)
+        if blocks is not None:
+            step.candidates = blocks
+            step.record("candidates", plan.index, blocks)
         return Selection(ids, step.cache_rows(ids, plan.ratio), count)
 
     def _select_rows(self, part, codes, scale, weights, visible, width, candidates, ids, count, blocks, step) -> None:

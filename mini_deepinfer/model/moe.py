@@ -33,7 +33,7 @@ class MoE:
     def __init__(
         self, config: ModelConfig, profile: NumericProfile, plan: LayerPlan, weights: Weights, parallel: ExpertParallel
     ) -> None:
-        self.config, self.profile, self.parallel = config, profile, parallel
+        self.config, self.profile, self.parallel, self.index = config, profile, parallel, plan.index
         name = f"layers.{plan.index}.ffn"
         tensors = weights.tensors
         self.gate = Gate(config, f"{name}.gate", weights)
@@ -52,8 +52,8 @@ class MoE:
         with stage("moe.route"):
             act = Activation(x, self.profile.activation_quant)
             ids, weights = self.gate(x)
-        step.record("router_ids", -1, ids)
-        step.record("router_weights", -1, weights)
+        step.record("router_ids", self.index, ids)
+        step.record("router_weights", self.index, weights)
         with stage("moe.shared"):
             shared = self._shared(act)
         codes, scale = act.groups()
