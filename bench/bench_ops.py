@@ -15,15 +15,14 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
+import torch
 
-from bench.result import append_row, base_row  # noqa: E402
-from bench.shapes import Case  # noqa: E402
-from bench.timing import Latency, time_paired  # noqa: E402
-from mini_deepinfer.report import build_line, show, table  # noqa: E402
+from bench.result import append_row, base_row
+from bench.shapes import Case
+from bench.timing import Latency, time_paired
+from mini_deepinfer.report import build_line, show, table
 
 # Dense datasheet peaks: TFLOP/s by operand format, and TB/s.
 PEAKS: dict[str, dict[str, float]] = {
@@ -33,7 +32,7 @@ PEAKS: dict[str, dict[str, float]] = {
 }
 
 
-def load_cases(folder: Path = ROOT / "bench") -> list[Case]:
+def load_cases(folder: Path = Path(__file__).resolve().parent) -> list[Case]:
     """All cases of bench/cases_*.py, in file order."""
     cases: list[Case] = []
     for path in sorted(folder.glob("cases_*.py")):
