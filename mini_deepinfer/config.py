@@ -339,12 +339,14 @@ def _plan_layers(config: ModelConfig) -> tuple[LayerPlan, ...]:
 class NumericProfile:
     """How the model rounds: compute dtype of activations, activation quantisation (model spec 8), format of wo_a.
 
-    wo_a "bf16" dequantises wo_a to the compute dtype (reference profile), "fp8" runs it as an FP8 product.
+    wo_a "bf16" dequantises wo_a to the compute dtype (reference profile), "fp8" runs it as an FP8 product. batch_invariant makes every
+    library GEMM on a GPU one of a fixed number of rows, so that a row's bits do not depend on its batch (on a CPU that always holds).
     """
 
     compute_dtype: torch.dtype
     activation_quant: bool = True
     wo_a: str = "bf16"
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.compute_dtype not in (torch.float32, torch.bfloat16):
@@ -370,6 +372,7 @@ class EngineConfig:
                          choices=("bfloat16", "float32"))
     activation_quant: bool = _option(True, "quantise GEMM inputs to FP8 per 32 columns")
     wo_a: str = _option("bf16", "format of the wo_a product", choices=("bf16", "fp8"))
+    batch_invariant: bool = _option(False, "on a GPU, library GEMMs of a fixed row count: bits independent of the batch")
     device: str = _option("auto", "device: cuda when there is one, else cpu", choices=("auto", "cpu", "cuda"))
     max_num_batched_tokens: int = _option(4096, "tokens in one step (prefill chunk)", low=1)
     max_num_seqs: int = _option(16, "requests in one step", low=1)

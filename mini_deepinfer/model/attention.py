@@ -16,8 +16,10 @@ from mini_deepinfer.weights import Weights
 class Compressor:
     """Pools r consecutive tokens to one latent row and writes it to the compressed cache (model spec 4.3)."""
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan, weights: Weights, table: torch.Tensor) -> None:
-        self.config, self.plan, self.table = config, plan, table
+    def __init__(
+        self, config: ModelConfig, profile: NumericProfile, plan: LayerPlan, weights: Weights, table: torch.Tensor
+    ) -> None:
+        self.config, self.profile, self.plan, self.table = config, profile, plan, table
         name = f"layers.{plan.index}.attn.compressor"
         self.wkv = weights.tensors[f"{name}.wkv.weight"]
         self.wgate = weights.tensors[f"{name}.wgate.weight"] if plan.ratio > 1 else None
@@ -26,11 +28,11 @@ class Compressor:
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Latent rows [G, D] of the groups that x [T, N] completes, before their rotary embedding."""
         group, caches, layer = step.batch.compress[self.plan.ratio], step.caches, self.plan.index
-        kv = linear(x, self.wkv, torch.float32)
+        kv = linear(x, self.wkv, self.profile, torch.float32)
         if self.wgate is None:
             pooled = attention.compress(kv, None, None, None, group.group_rows, x.dtype)
         else:
-            score = linear(x, self.wgate, torch.float32)
+            score = linear(x, self.wgate, self.profile, torch.float32)
             tail_kv, tail_score = caches.tail_kv[layer], caches.tail_score[layer]
             pooled = attention.compress(kv, score, tail_kv, tail_score, group.group_rows, x.dtype)
             tail_kv[group.tail_dst] = kv[group.tail_src]  # after the groups that needed the old tails
@@ -58,8 +60,8 @@ class Attention:
 
         self.wq_a, self.wq_b, self.wkv, self.wo_b = fp8("wq_a"), fp8("wq_b"), fp8("wkv"), fp8("wo_b")
         self.wo_a = self._split_groups(tensors[f"{name}.wo_a.weight"], tensors[f"{name}.wo_a.scale"], f"{name}.wo_a")
-        self.compressor = Compressor(config, plan, weights, table) if plan.owns_kv else None
-        self.indexer = Indexer(config, plan, weights, table) if plan.owns_kv or plan.owns_selection else None
+        self.compressor = Compressor(config, profile, plan, weights, table) if plan.owns_kv else None
+        self.indexer = Indexer(config, profile, plan, weights, table) if plan.owns_kv or plan.owns_selection else None
 
     def _split_groups(self, codes: torch.Tensor, scale: torch.Tensor, name: str) -> list[Fp8Weight] | list[torch.Tensor]:
         """wo_a as one weight per group: FP8 under the production profile, else exact in the compute dtype (spec 4.7)."""
@@ -75,9 +77,9 @@ class Attention:
         config, plan, batch = self.config, self.plan, step.batch
         window = step.caches.window[plan.index]
         with stage("attention.project"):
-            act = Activation(x, self.profile.activation_quant)
+            act = Activation(x, self.profile)
             low_rank = elementwise.rmsnorm(fp8_linear(act, self.wq_a), self.q_norm, config.rms_norm_eps)
-            query = Activation(low_rank, self.profile.activation_quant)
+            query = Activation(low_rank, self.profile)
             q = fp8_linear(query, self.wq_b).view(x.shape[0], config.num_attention_heads, config.head_dim)
             q = elementwise.rope(q, batch.positions, self.table, out=q)
             kv = elementwise.rmsnorm(fp8_linear(act, self.wkv), self.kv_norm, config.rms_norm_eps)
@@ -100,7 +102,7 @@ class Attention:
             window[batch.ring_dst] = window[batch.ring_src]  # the chunk's last rows, now that its queries have read the ring
         with stage("attention.output"):
             o = elementwise.rope(o, batch.positions, self.table, inverse=True, out=o)
-            return fp8_linear(Activation(self._group_output(o), self.profile.activation_quant), self.wo_b)
+            return fp8_linear(Activation(self._group_output(o), self.profile), self.wo_b)
 
     def _group_output(self, o: torch.Tensor) -> torch.Tensor:
         """o [T, H, D] through the grouped projection: [T, groups * rank] (spec 4.7)."""
@@ -109,7 +111,7 @@ class Attention:
         z = torch.empty(o.shape[0], groups, rank, dtype=o.dtype, device=o.device)
         for g, weight in enumerate(self.wo_a):
             if isinstance(weight, Fp8Weight):
-                z[:, g] = fp8_linear(Activation(o[:, g].contiguous(), True), weight)
+                z[:, g] = fp8_linear(Activation(o[:, g].contiguous(), self.profile, quantise=True), weight)
             else:
-                z[:, g] = linear(o[:, g], weight)
+                z[:, g] = linear(o[:, g], weight, self.profile)
         return z.flatten(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mini_deepinfer.config import LayerPlan, ModelConfig
+from mini_deepinfer.config import LayerPlan, ModelConfig, NumericProfile
 from mini_deepinfer.model.step import Selection, Step
 from mini_deepinfer.ops import elementwise, indexer
 from mini_deepinfer.ops.linear import Activation, Fp8Weight, fp8_linear, linear
@@ -20,8 +20,10 @@ class Indexer:
     A layer may own keys (it owns the compressed cache), queries (it selects), or both.
     """
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan, weights: Weights, table: torch.Tensor) -> None:
-        self.config, self.plan, self.table = config, plan, table
+    def __init__(
+        self, config: ModelConfig, profile: NumericProfile, plan: LayerPlan, weights: Weights, table: torch.Tensor
+    ) -> None:
+        self.config, self.profile, self.plan, self.table = config, profile, plan, table
         name = f"layers.{plan.index}.attn.indexer"
         if plan.owns_kv:
             self.wk = weights.tensors[f"{name}.wk.weight"]
@@ -34,7 +36,7 @@ class Indexer:
     def write_keys(self, latent: torch.Tensor, step: Step) -> None:
         """Index keys of this step's compressed groups: latent [G, D] before its rotary embedding (spec 5.1)."""
         group = step.batch.compress[self.plan.ratio]
-        key = elementwise.rmsnorm(linear(latent, self.wk), self.k_norm, self.config.rms_norm_eps)
+        key = elementwise.rmsnorm(linear(latent, self.wk, self.profile), self.k_norm, self.config.rms_norm_eps)
         key = elementwise.rope(key[:, None], group.positions, self.table)[:, 0]
         indexer.write_keys(key, step.caches.index_keys[self.plan.index], group.rows)
 
@@ -51,7 +53,7 @@ class Indexer:
             q = elementwise.rope(q, batch.positions, self.table, out=q)
             codes, scale = indexer.quant_query(q)
             factor = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
-            weights = (linear(x, self.weights_proj).to(torch.float32) * factor).to(x.dtype)
+            weights = (linear(x, self.weights_proj, self.profile).to(torch.float32) * factor).to(x.dtype)
         ids = torch.empty(x.shape[0], config.index_topk, dtype=torch.int32, device=x.device)
         count = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
         blocks = None

@@ -50,7 +50,7 @@ class MoE:
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x [T, N], the normed input, to [T, N]."""
         with stage("moe.route"):
-            act = Activation(x, self.profile.activation_quant)
+            act = Activation(x, self.profile)
             ids, weights = self.gate(x)
         step.record("router_ids", self.index, ids)
         step.record("router_weights", self.index, weights)
@@ -78,7 +78,7 @@ class MoE:
     def _shared(self, act: Activation) -> torch.Tensor:
         gate_up = fp8_linear(act, self.shared_w13)
         h = moe.swiglu_quant(gate_up, None, self.config.swiglu_limit, None, quantise=False)
-        return fp8_linear(Activation(h, self.profile.activation_quant), self.shared_w2)
+        return fp8_linear(Activation(h, self.profile), self.shared_w2)
 
     def _dispatch(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """row_of_slot [T, k], slot_of_row [T*k], expert offsets, token of every row, routing weight of every row."""

@@ -9,6 +9,7 @@ import torch
 
 from mini_deepinfer.batch import PrefillBatch
 from mini_deepinfer.kv_cache import Caches
+from mini_deepinfer.model.engram import RowFetch
 from mini_deepinfer.ops import indexer
 
 Trace = Callable[[str, int, torch.Tensor], None]
@@ -34,6 +35,7 @@ class Step:
     caches: Caches
     counts: list[int]  # tokens of every expert-parallel rank
     trace: Trace | None = None
+    engram_rows: dict[int, RowFetch] = field(default_factory=dict)  # by layer, on their way to the device
     selections: dict[int, Selection] = field(default_factory=dict)  # by index source layer
     candidates: torch.Tensor | None = None  # [T, C] blocks, from the candidate source; None: every entry is a candidate
     _visible: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -61,7 +61,7 @@ class Block:
         step.record("streams", self.index, streams)
         if self.engram is not None:
             with stage("engram"):
-                streams = self.engram(streams, step)
+                streams = self.engram(streams, step.engram_rows[self.index])
             step.record("engram_out", self.index, streams)
         streams, pre = self._sublayer("attn", self.hc_attn, self.attn_norm, self.attn, streams, pre, step)
         return self._sublayer("ffn", self.hc_ffn, self.ffn_norm, self.ffn, streams, pre, step)
@@ -109,6 +109,9 @@ class Model:
         """
         config = self.config
         step = Step(batch, self.caches, self.parallel.gather_counts(batch.num_tokens), trace)
+        for block in self.blocks:
+            if block.engram is not None:
+                step.engram_rows[block.index] = block.engram.prefetch(batch.engram_rows, self.device)
         with stage("embed"):
             embedded = self.embed[batch.token_ids].to(self.profile.compute_dtype)
             streams = embedded[:, None].repeat(1, config.hc_mult, 1)
@@ -121,4 +124,4 @@ class Model:
             x = elementwise.hc_collapse(streams[rows], pre[rows])
             hidden = elementwise.rmsnorm(x, self.norm, config.rms_norm_eps)
             step.record("final_hidden", config.num_hidden_layers, hidden)
-            return linear(hidden, self.head, torch.float32)
+            return linear(hidden, self.head, self.profile, torch.float32)

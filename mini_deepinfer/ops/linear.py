@@ -3,32 +3,39 @@
 On the CPU the operands are dequantised exactly and multiplied in float32. On a GPU an FP8 projection is one library GEMM
 (`torch._scaled_mm`, slow accumulation) over operands whose power-of-two scales are folded into the E4M3 exponents, which leaves one
 scale per row: exact for weights whose scales spread over at most the E4M3 range inside a row (checked when the weight is made; a
-weight that is not exact keeps its values as bfloat16), and for activations above rowmax / 28,500.
+weight that is not exact is multiplied as bfloat16), and for activations above rowmax / 28,500.
+
+A GPU library may choose another kernel for another number of rows, so a row's bits may depend on its batch there. With
+`NumericProfile.batch_invariant` every library call has `INVARIANT_ROWS` rows (the last one padded), as the CPU path always does.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
+from mini_deepinfer.config import NumericProfile
 from mini_deepinfer.ops import elementwise, reference
 from mini_deepinfer.ops.reference.linear import dequant_block32
 
 logger = logging.getLogger(__name__)
 
+INVARIANT_ROWS = 256  # rows of every library call in batch-invariant mode
 _FOLD_ROWS = 2048  # rows folded at a time: bounds the float32 scratch
 
 
 class Activation:
     """The input of one or several FP8 projections, quantised once, in the forms its consumers ask for.
 
-    x [T, K] in the compute dtype; quantised 1x32 unless `quantise` is False (then the products use x itself).
+    x [T, K] in the compute dtype; quantised 1x32 unless the profile says otherwise (then the products use x itself).
     """
 
-    def __init__(self, x: torch.Tensor, quantise: bool) -> None:
+    def __init__(self, x: torch.Tensor, profile: NumericProfile, *, quantise: bool | None = None) -> None:
         self.x = x
-        self.quantise = quantise
+        self.quantise = profile.activation_quant if quantise is None else quantise
+        self.batch_invariant = profile.batch_invariant
         self._groups: tuple[torch.Tensor, torch.Tensor] | None = None
         self._folded: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -108,18 +115,40 @@ def fp8_linear(act: Activation, weight: Fp8Weight) -> torch.Tensor:
     if act.quantise and weight.folded is not None:
         codes, row_scale = act.folded()
         weight_codes, weight_scale = weight.folded
-        return torch._scaled_mm(
-            codes,
-            weight_codes.t(),
-            scale_a=row_scale[:, None],
-            scale_b=weight_scale[None, :],
-            out_dtype=x.dtype,
-            use_fast_accum=False,
-        )
-    return act.values().to(x.dtype) @ weight.values(x.dtype).t()
+
+        def product(codes: torch.Tensor, row_scale: torch.Tensor) -> torch.Tensor:
+            return torch._scaled_mm(
+                codes,
+                weight_codes.t(),
+                scale_a=row_scale[:, None],
+                scale_b=weight_scale[None, :],
+                out_dtype=x.dtype,
+                use_fast_accum=False,
+            )
+
+        return _by_rows(product, act.batch_invariant, codes, row_scale)
+    weight_t = weight.values(x.dtype).t()
+    return _by_rows(lambda rows: rows @ weight_t, act.batch_invariant, act.values().to(x.dtype))
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def _by_rows(product: Callable[..., torch.Tensor], batch_invariant: bool, *operands: torch.Tensor) -> torch.Tensor:
+    """product(*operands) over their rows: one call, or calls of exactly INVARIANT_ROWS rows."""
+    if not batch_invariant:
+        return product(*operands)
+    num_rows = operands[0].shape[0]
+    parts = []
+    for start in range(0, num_rows, INVARIANT_ROWS):
+        block = [operand[start : start + INVARIANT_ROWS] for operand in operands]
+        missing = INVARIANT_ROWS - block[0].shape[0]
+        if missing:
+            block = [torch.cat((part, part[:1].expand(missing, *part.shape[1:]))) for part in block]
+        parts.append(product(*block))
+    return torch.cat(parts)[:num_rows]
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, profile: NumericProfile, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """x [T, K] times a bfloat16 or float32 weight [O, K], float32 accumulation, one rounding to out_dtype (default: that of x).
 
     float32 output from bfloat16 operands is exact up to the order of the sums.
@@ -127,6 +156,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype | None 
     out_dtype = x.dtype if out_dtype is None else out_dtype
     if x.device.type == "cpu" or x.dtype == torch.float32:
         return reference.linear.matmul(x, weight).to(out_dtype)
+    if x.shape[0] == 0:
+        return torch.empty(0, weight.shape[0], dtype=out_dtype, device=x.device)
+    weight_t = weight.t()
     if out_dtype == x.dtype:
-        return x @ weight.t()
-    return torch.mm(x, weight.t(), out_dtype=out_dtype)
+        return _by_rows(lambda rows: rows @ weight_t, profile.batch_invariant, x)
+    return _by_rows(lambda rows: torch.mm(rows, weight_t, out_dtype=out_dtype), profile.batch_invariant, x)
