@@ -32,8 +32,8 @@ PEAKS: dict[str, dict[str, float]] = {
 }
 
 
-def load_cases(folder: Path = Path(__file__).resolve().parent) -> list[Case]:
-    """All cases of bench/cases_*.py, in file order."""
+def load_cases(folder: Path) -> list[Case]:
+    """All cases of FOLDER/cases_*.py, in file order."""
     cases: list[Case] = []
     for path in sorted(folder.glob("cases_*.py")):
         spec = importlib.util.spec_from_file_location(f"bench.{path.stem}", path)
@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     cases = [
         case
-        for case in load_cases()
+        for case in load_cases(Path(__file__).resolve().parent)
         if args.case in case.name and (not args.op or any(case.op == op or case.op.startswith(op + ".") for op in args.op))
     ]
     if args.list:

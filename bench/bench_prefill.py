@@ -30,13 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
-from mini_deepinfer.engram import EngramHasher, synthetic_token_map, token_map_from_folder
 
 from bench.result import append_row, base_row
 from bench.timing import summarise
 from bench.workload import Workload, fill_randomly, read_workload, single_request
 from mini_deepinfer.batch import ChunkRequest, build_batch
 from mini_deepinfer.config import ModelConfig, NumericProfile, check_environment
+from mini_deepinfer.engram import EngramHasher, synthetic_token_map, token_map_from_folder
 from mini_deepinfer.kv_cache import CacheGeometry, Caches, cache_bytes
 from mini_deepinfer.model import Model
 from mini_deepinfer.parallel import ExpertParallel, Loopback, local_device, make_parallel
@@ -106,15 +106,15 @@ class PrefillJob:
                 f"workload {workload.name}: {longest} tokens exceed the model's limit of {self.config.max_position_embeddings}"
             )
         num_pages = sum(-(-request.end // args.page_size) for request in workload.requests)
-        sizes = {"num_pages": num_pages, "page_size": args.page_size, "num_slots": len(workload.requests)}
+        sizes: dict[str, int] = {"num_pages": num_pages, "page_size": args.page_size, "num_slots": len(workload.requests)}
         self.cache_bytes = cache_bytes(self.config, CacheGeometry.of(self.config, max_tokens=self.chunk, **sizes))
         start = time.perf_counter()
-        share = {"rank": parallel.rank, "world": parallel.world, "device": device}
+        rank, world = parallel.rank, parallel.world
         if args.load_format == "dummy":
-            weights = dummy_weights(self.config, seed=args.seed, **share)
+            weights = dummy_weights(self.config, rank=rank, world=world, device=device, seed=args.seed)
             token_map = synthetic_token_map(self.config)
         else:
-            weights = load_weights(args.model, self.config, **share)
+            weights = load_weights(args.model, self.config, rank=rank, world=world, device=device)
             token_map = token_map_from_folder(args.model, self.config)
         self.weight_bytes = weights.num_bytes
         self.caches = Caches(self.config, max_tokens=self.chunk, device=device, **sizes)
