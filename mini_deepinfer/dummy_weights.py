@@ -48,12 +48,13 @@ def make_dummy_weights(config: ModelConfig, *, rank: int, world: int, device: to
     return Weights(tensors, engram, experts, rank, world)
 
 
-def _seed(seed: int, name: str) -> int:
+def name_seed(seed: int, name: str) -> int:
+    """A generator seed that depends on both arguments only."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(_seed(seed, name))
+    return torch.Generator(device).manual_seed(name_seed(seed, name))
 
 
 def _fill_dense(spec: TensorSpec, tensor: torch.Tensor, tensors: dict[str, torch.Tensor], config: ModelConfig,
@@ -114,7 +115,7 @@ def _dummy_table(config: ModelConfig, layer: int, height: int, seed: int) -> Eng
     """Codes with exponents -3..0 (root mean square 0.87, no NaN), scales 1 or 1/2."""
     rows, dim = min(height, DUMMY_TABLE_ROWS), config.engram_head_dim
     name = f"layers.{layer}.engram.embed"
-    generator = np.random.default_rng(_seed(seed, name))
+    generator = np.random.default_rng(name_seed(seed, name))
     codes = np.frombuffer(bytearray(generator.bytes(rows * dim)), np.uint8).reshape(rows, dim)
     codes &= 0x9F
     codes |= 0x20
