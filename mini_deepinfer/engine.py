@@ -395,8 +395,7 @@ def _first_stop(text: str, stop: Sequence[str]) -> int:
 
 def _identity(config: ModelConfig, options: EngineConfig) -> bytes:
     """What cached rows depend on besides tokens: two engines in one process never share rows by accident."""
-    numeric = (options.dtype, options.activation_quant, options.wo_a, options.load_format, options.seed)
-    return repr((options.model, config, numeric)).encode()
+    return repr((options.model, options.load_format, options.seed, options.profile(), config)).encode()
 
 
 def _plan_memory(config: ModelConfig, options: EngineConfig, device: torch.device, world: int) -> CachePlan:

@@ -10,11 +10,18 @@ import dataclasses
 import itertools
 import json
 import math
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
+
+from mini_deepinfer.batch import ChunkRequest, build_batch
+from mini_deepinfer.config import ModelConfig
+from mini_deepinfer.engine import LLM
+from mini_deepinfer.engram import EngramHasher, engram_layouts
+from mini_deepinfer.kv_cache import CacheGeometry
+from mini_deepinfer.ops import reference
 from tests.cpu.tiny_engine import (
     assert_all_returned,
     checkpoint,
@@ -25,21 +32,14 @@ from tests.cpu.tiny_engine import (
     run,
 )
 
-from mini_deepinfer.batch import ChunkRequest, build_batch
-from mini_deepinfer.config import ModelConfig
-from mini_deepinfer.engine import LLM
-from mini_deepinfer.engram import EngramHasher, engram_layouts
-from mini_deepinfer.kv_cache import CacheGeometry
-from mini_deepinfer.ops import reference
 
-
-@lru_cache(maxsize=None)
+@cache
 def shared_llm(budget: int = 64, prefix: bool = False) -> LLM:
     """One engine per budget for tests that leave nothing behind."""
     return make_llm(max_num_batched_tokens=budget, enable_prefix_caching=prefix)
 
 
-@lru_cache(maxsize=None)
+@cache
 def cold(tokens: tuple[int, ...], new: int) -> tuple[list[int], torch.Tensor]:
     """Tokens and logits of a prompt alone, in one chunk, without reuse."""
     outputs, logits = run(shared_llm(), [list(tokens)], new)
@@ -148,12 +148,12 @@ def _open_engram(tensors: dict[str, torch.Tensor]) -> None:
     tensors["layers.1.engram.q_weight"] *= 4
 
 
-@lru_cache(maxsize=None)
+@cache
 def engram_llm(budget: int, prefix: bool) -> LLM:
     return make_llm(_engram_folder(), max_num_batched_tokens=budget, enable_prefix_caching=prefix)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _engram_folder():
     return edited_checkpoint(_open_engram)
 
@@ -298,7 +298,7 @@ def test_equal_index_scores_give_one_selection() -> None:
         batch = build_batch(llm.config, [request], llm.caches.geometry, "cpu", llm.hasher)
         logits = llm.model.forward(batch, trace=lambda n, i, t: seen.__setitem__((n, i), t.clone()))  # type: ignore[call-arg]
         chosen.append((logits, seen))
-    names = [key for key in chosen[0][1] if "topk" in key[0]]
+    names = [key for key in chosen[0][1] if key[0] == "selection"]
     assert names
     for logits, seen in chosen[1:]:
         assert torch.equal(logits, chosen[0][0])
@@ -327,7 +327,7 @@ def test_decode_equals_prefill_at_every_step() -> None:
 
 
 @pytest.mark.parametrize("prefix", [False, True])
-@pytest.mark.parametrize("lengths", [(20, 20, 20, 20), (17, 18, 21, 20)])
+@pytest.mark.parametrize("lengths", [(20, 20, 20, 20), (21, 20, 19, 18)])
 def test_preempted_requests_answer_as_if_alone(lengths: tuple[int, ...], prefix: bool) -> None:
     texts = [prompt(n, seed=i) for i, n in enumerate(lengths)]
     llm = make_llm(num_pages=13, max_model_len=52, enable_prefix_caching=prefix)
@@ -402,7 +402,7 @@ def test_two_hundred_aborts_leave_nothing_behind() -> None:
         assert output is not None
         assert output.finish_reason == "abort"
         assert_all_returned(llm)
-        if round_ % 10 == 0:  # the answers; the other rounds only shake the bookkeeping
+        if round_ % 25 == 0:  # the answers; the other rounds only shake the bookkeeping
             assert llm.generate([short], greedy(2))[0].token_ids == wanted_short
             again = llm.generate([long], greedy(2))[0]
             assert again.token_ids == wanted_long

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.cpu.fake_model import VOCAB, FakeModel, fake_config
 
 from mini_deepinfer.batch import build_batch
 from mini_deepinfer.kv_cache import Caches, PageAllocator, PrefixCache
 from mini_deepinfer.sampler import SamplingParams
 from mini_deepinfer.scheduler import Request, Scheduler
+from tests.cpu.fake_model import VOCAB, FakeModel, fake_config
 
 
 class Loop:

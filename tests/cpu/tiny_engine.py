@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ def new_folder() -> Path:
     return Path(_keep[-1].name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def checkpoint(preset: str = "cases") -> Path:
     folder = new_folder()
     write_tiny_checkpoint(folder, preset_config(preset), num_shards=1)
