@@ -296,7 +296,11 @@ def test_equal_index_scores_give_one_selection() -> None:
         seen: dict[tuple[str, int], torch.Tensor] = {}
         request = ChunkRequest(np.array(tokens), 0, 40, 0, list(range(10)), "all")
         batch = build_batch(llm.config, [request], llm.caches.geometry, "cpu", llm.hasher)
-        logits = llm.model.forward(batch, trace=lambda n, i, t: seen.__setitem__((n, i), t.clone()))  # type: ignore[call-arg]
+
+        def keep(name: str, layer: int, tensor: torch.Tensor, seen: dict = seen) -> None:
+            seen[name, layer] = tensor.clone()
+
+        logits = llm.model.forward(batch, trace=keep)  # type: ignore[call-arg]
         chosen.append((logits, seen))
     names = [key for key in chosen[0][1] if key[0] == "selection"]
     assert names
@@ -339,7 +343,7 @@ def test_preempted_requests_answer_as_if_alone(lengths: tuple[int, ...], prefix:
         original(request)
 
     llm.scheduler._preempt = spy  # type: ignore[method-assign]
-    outputs, logits = run(llm, texts, 20)
+    outputs, _ = run(llm, texts, 20)
     assert llm.stats()["preemptions"] == len(preempted_at) >= 3
     assert any(n % 4 == 1 for n in preempted_at)
     for output, text in zip(outputs, texts):

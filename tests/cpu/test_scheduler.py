@@ -247,7 +247,7 @@ def test_a_shared_prefix_seen_twice_gets_a_snapshot_where_it_ends() -> None:
     prefix = text(16, 1)
     requests = []
     for seed in (2, 3, 4):
-        requests.append(loop.add(prefix + [seed] + text(20, seed), 1))
+        requests.append(loop.add([*prefix, seed, *text(20, seed)], 1))
         loop.run()
     assert requests[1].cached_tokens < 16
     assert requests[2].cached_tokens == 16
