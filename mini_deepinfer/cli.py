@@ -12,7 +12,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -39,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mini_deepinfer", description="Prefill-first engine for DeepSeek-V4.1-Flash.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    generate = commands.add_parser("generate", help="continue the prompts of a JSONL file")
+    generate = commands.add_parser("generate", allow_abbrev=False, help="continue the prompts of a JSONL file")
     _add_files(generate, "JSONL: one object per input line, in order")
     generate.add_argument("--max-tokens", type=int, default=16, help="most tokens to generate (default 16)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
@@ -47,14 +48,14 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--ignore-eos", action="store_true", help="go on after the model's end-of-text tokens")
     _add_engine(generate)
 
-    score = commands.add_parser("score", help="logits after every token of the prompts of a JSONL file")
+    score = commands.add_parser("score", allow_abbrev=False, help="logits after every token of the prompts of a JSONL file")
     _add_files(score, "safetensors: logits.{i} float32 [length, vocab] for input line i")
     _add_engine(score)
 
-    check = commands.add_parser("check", help="check a checkpoint folder without reading a weight, and plan its memory")
+    check = commands.add_parser("check", allow_abbrev=False, help="check a checkpoint folder without reading a weight, and plan its memory")
     _add_engine(check)
 
-    env = commands.add_parser("env", help="what this machine has: versions, GPUs, kernels and which of them are used")
+    env = commands.add_parser("env", allow_abbrev=False, help="what this machine has: versions, GPUs, kernels and which of them are used")
     env.add_argument("--self-test", action="store_true", help="run every kernel on a small input against its reference")
     return parser
 
@@ -74,21 +75,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(_on_off(arguments))
     try:
-        check_environment()
-        logging.basicConfig(level=read_env("MDI_LOG"), format="%(levelname)s %(name)s: %(message)s")
-        if args.command == "env":
-            return _env(args)
-        options = EngineConfig.from_args(args)
-        if not options.model and options.load_format != "dummy":
-            raise UsageError("--model DIR is needed (only --load-format dummy can do without)")
-        if args.command == "check":
-            return _check(options)
-        if options.ep_size > 1 and "RANK" not in os.environ:
-            _start_ranks(options.ep_size, arguments)
-        return _generate(args, options) if args.command == "generate" else _score(args, options)
-    except (UsageError, ValueError, TypeError, OSError) as error:
+        return _run(args, arguments)
+    except UsageError as error:
         show(f"mini_deepinfer {args.command}: error: {error}")
         return EXIT_USAGE
+
+
+def _run(args: argparse.Namespace, arguments: list[str]) -> int:
+    with _as_usage_error():
+        check_environment()
+        logging.basicConfig(level=read_env("MDI_LOG"), format="%(levelname)s %(name)s: %(message)s")
+    if args.command == "env":
+        return _env(args)
+    with _as_usage_error():
+        options = EngineConfig.from_args(args)
+    if not options.model and options.load_format != "dummy":
+        raise UsageError("--model DIR is needed (only --load-format dummy can do without)")
+    if args.command == "check":
+        with _as_usage_error():
+            return _check(options)
+    if options.ep_size > 1 and "RANK" not in os.environ:
+        _start_ranks(options.ep_size, arguments)
+    return _generate(args, options) if args.command == "generate" else _score(args, options)
+
+
+@contextmanager
+def _as_usage_error() -> Iterator[None]:
+    """What is refused before anything runs is the caller's to correct: a message instead of a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        raise UsageError(str(error)) from error
 
 
 def _on_off(arguments: list[str]) -> list[str]:
@@ -162,10 +179,11 @@ def _open_engine(options: EngineConfig) -> LLM:
 def _generate(args: argparse.Namespace, options: EngineConfig) -> int:
     from mini_deepinfer.sampler import SamplingParams
 
-    requests = read_requests(args.input)
-    _check_output(args.output)
-    params = SamplingParams(temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos)
-    engine = _open_engine(options)
+    with _as_usage_error():
+        requests = read_requests(args.input)
+        _check_output(args.output)
+        params = SamplingParams(temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos)
+        engine = _open_engine(options)
     with engine.parallel:
         good = [index for index, request in enumerate(requests) if not isinstance(request, str)]
         outputs = engine.generate([requests[index] for index in good], params)
@@ -192,9 +210,10 @@ def _say_how_many(rows: list[dict[str, Any]]) -> None:
 def _score(args: argparse.Namespace, options: EngineConfig) -> int:
     from safetensors.torch import save
 
-    requests = read_requests(args.input)
-    _check_output(args.output)
-    engine = _open_engine(options)
+    with _as_usage_error():
+        requests = read_requests(args.input)
+        _check_output(args.output)
+        engine = _open_engine(options)
     with engine.parallel:
         errors = {index: request for index, request in enumerate(requests) if isinstance(request, str)}
         tensors = _score_each(engine, requests, errors)
