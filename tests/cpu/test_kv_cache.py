@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fake_model import fake_config
+from tests.cpu.fake_model import fake_config
 
 from mini_deepinfer.kv_cache import CacheGeometry, Caches, PageAllocator, PrefixCache, cache_bytes, page_bytes
 
