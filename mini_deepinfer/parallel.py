@@ -231,6 +231,7 @@ class ProcessGroup(ExpertParallel):
             world_size=self.world,
             timeout=timedelta(seconds=step_timeout_s),
         )
+        self._watch.hook_exceptions()
 
     def _collective(self, name: str, call: Callable[[], Result]) -> Result:
         """Run one collective under the watchdog. A failure first gives the watchdog time to name the rank behind it."""
@@ -357,10 +358,12 @@ class _Watchdog(threading.Thread):
             host, pid_text, started = self._store.get(key).decode().split("\n")
             self._members[rank] = (host, int(pid_text), started)
 
-    def start(self) -> None:
-        def publish_and_exit(
-            kind: type[BaseException], error: BaseException, trace: TracebackType | None
-        ) -> None:  # an exception nobody caught: the others must not wait for this rank
+    def hook_exceptions(self) -> None:
+        """From now on an exception nobody caught is told to the others, and this process ends at once: at the normal end
+        of the interpreter it could hang in a collective that is still running. After torch's own hook, which it calls."""
+        self._previous_hook = sys.excepthook
+
+        def publish_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self._previous_hook(kind, error, trace)
             self._group.abort(error)
             sys.stdout.flush()
@@ -368,7 +371,6 @@ class _Watchdog(threading.Thread):
             os._exit(1)
 
         sys.excepthook = publish_and_exit
-        super().start()
 
     def run(self) -> None:
         try:
