@@ -349,14 +349,20 @@ class _Watchdog(threading.Thread):
         try:
             self._store.wait(keys, timedelta(seconds=max(0.1, deadline - time.monotonic())))
         except RuntimeError:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise RuntimeError(
-                f"parallel: rank {group.rank} waited in vain for rank(s) {missing} of WORLD_SIZE={group.world}; "
+                f"parallel: rank {group.rank} waited in vain for {self._describe_missing(keys)} of WORLD_SIZE={group.world}; "
                 "start every rank (torchrun does) or correct WORLD_SIZE"
             ) from None
         for rank, key in enumerate(keys):
             host, pid_text, started = self._store.get(key).decode().split("\n")
             self._members[rank] = (host, int(pid_text), started)
+
+    def _describe_missing(self, keys: list[str]) -> str:
+        try:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        except RuntimeError:
+            return "the other ranks, and rank 0 has given up"
+        return f"rank(s) {missing}"
 
     def hook_exceptions(self) -> None:
         """From now on an exception nobody caught is told to the others, and this process ends at once: at the normal end
