@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from mini_deepinfer.config import EngineConfig, ModelConfig, check_environment, read_env
-from mini_deepinfer.report import build_line, memory_table, show
+from mini_deepinfer.report import build_line, memory_table, show, table
 
 if TYPE_CHECKING:
     from mini_deepinfer.engine import LLM
@@ -303,18 +303,34 @@ def _describe_memory(config: ModelConfig, options: EngineConfig) -> str:
         plan = plan_caches(config, options, device, weight_bytes=weights, free_bytes=free, world=world)
     except ValueError as error:
         return f"NOTE this machine cannot run it with these options: {error}"
-    table = memory_table(plan.parts, total_bytes=plan.free_bytes)
+    parts = memory_table(plan.parts, total_bytes=plan.free_bytes)
     pages = f"{plan.num_pages} pages of {options.page_size} tokens, max_model_len {plan.max_model_len}"
-    return f"memory of one of {world} rank(s) on this machine's {device}\n{table}\n{pages}"
+    return f"memory of one of {world} rank(s) on this machine's {device}\n{parts}\n{pages}"
 
 
 def _env(args: argparse.Namespace) -> int:
     from mini_deepinfer import environment
 
     print(build_line("cuda" if torch.cuda.is_available() else "cpu"))
-    print(environment.describe())
+    print("\n".join(_env_lines(environment.report())))
     if not args.self_test:
         return 0
-    lines, ok = environment.self_test()
-    print("\n".join(lines))
-    return 0 if ok else EXIT_FAILED
+    rows = environment.self_test()
+    columns = ("op", "impl", "status", "against", "difference", "bound", "detail")
+    print(table(columns, [["" if row[key] is None else str(row[key]) for key in columns] for row in rows]))
+    return EXIT_FAILED if any(row["status"] in ("differs", "failed") for row in rows) else 0
+
+
+def _env_lines(report: dict[str, Any]) -> list[str]:
+    extension = report["extension"]
+    lines = [f"platform    {report['platform']}", f"extension   {extension['path'] or 'not built'}"]
+    lines += [f"built with  {key} {value}" for key, value in (extension["record"] or {}).items()]
+    lines += [f"PROBLEM     {problem}" for problem in (extension["problem"], report["host_problem"]) if problem]
+    for gpu in report["gpus"]:
+        lines.append(f"GPU {gpu['index']}       {gpu['name']}, capability {gpu['capability']}, {gpu['memory_gib']} GiB")
+        if gpu["problem"]:
+            lines.append(f"PROBLEM     {gpu['problem']}")
+    if not report["gpus"]:
+        lines.append("GPU         none: the reference ops run on the CPU")
+    lines += [f"{name}={value}" for name, value in report["env"].items()]
+    return [*lines, table(("op", "runs as"), list(report["ops"].items()))]

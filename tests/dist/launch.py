@@ -45,7 +45,7 @@ class Job:
         self._files = []
         self.processes = []
         for rank in range(world) if ranks is None else ranks:
-            files = (tempfile.TemporaryFile(), tempfile.TemporaryFile())
+            files = (tempfile.TemporaryFile(), tempfile.TemporaryFile())  # noqa: SIM115 (closed in wait)
             env = environment(RANK=str(rank), WORLD_SIZE=str(world), MASTER_PORT=str(port))
             command = [sys.executable, *arguments]
             self.processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=files[0], stderr=files[1]))
