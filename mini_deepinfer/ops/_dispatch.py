@@ -1,0 +1,285 @@
+"""Which implementation of an op runs: the compiled kernels for the tensor's GPU, or the plain PyTorch reference.
+
+An op module does
+
+    impl = select("stage.op", x, impl=impl)
+    if impl == "reference":
+        return reference.stage.op(...)
+    call("stage.op", impl, ...)          # torch.ops.mini_deepinfer.stage_op[_impl](...)
+
+Environment: MDI_OPS=reference (everything) or MDI_OPS=attention.sparse=portable,indexer.topk=reference (by name),
+MDI_LOG_OPS=1 (log op, implementation and shapes before each launch), MDI_SYNC=1 (synchronise and check after each).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mini_deepinfer.ops import _extension
+
+log = logging.getLogger(__name__)
+
+# Compiled implementations of every op, best first. "reference" is always there and never listed; an empty tuple is an
+# op without a kernel. Whoever adds a kernel adds it here.
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
+    # -- elementwise: number formats
+    "elementwise.expand_fp8": ("portable",),
+    "elementwise.expand_fp4": ("portable",),
+    #
+    # -- elementwise: the rest
+    "elementwise.rmsnorm": (),
+    "elementwise.act_quant": (),
+    "elementwise.act_quant_folded": (),
+    "elementwise.fold_scales": (),
+    "elementwise.rope": (),
+    "elementwise.hc_mix": (),
+    "elementwise.hc_collapse": (),
+    "elementwise.hc_expand": (),
+    "elementwise.engram_gate": (),
+    #
+    # -- attention
+    "attention.write_window": (),
+    "attention.compress": (),
+    "attention.write_compressed": (),
+    "attention.sparse": (),
+    #
+    # -- indexer
+    "indexer.write_keys": (),
+    "indexer.quant_query": (),
+    "indexer.logits": (),
+    "indexer.candidate_blocks": (),
+    "indexer.candidate_logits": (),
+    "indexer.topk": (),
+    "indexer.cache_rows": (),
+    #
+    # -- moe
+    "moe.route": (),
+    "moe.permute": (),
+    "moe.grouped_gemm": (),
+    "moe.swiglu_quant": (),
+    "moe.combine": (),
+}
+
+_CAPABILITY = {"sm90": (9, 0), "sm100": (10, 0)}  # an implementation that is not listed runs on every built GPU
+
+
+def library_name(op: str, impl: str) -> str:
+    """Name in torch.ops.mini_deepinfer: ("attention.sparse", "sm90") -> "attention_sparse_sm90"; portable has no suffix."""
+    return op.replace(".", "_") + ("" if impl == "portable" else f"_{impl}")
+
+
+def _check_choice(op: str, impl: str, source: str) -> None:
+    if op not in IMPLEMENTATIONS:
+        raise ValueError(f"{source}: unknown op {op!r}; the ops are {', '.join(IMPLEMENTATIONS)}")
+    known = (*IMPLEMENTATIONS[op], "reference")
+    if impl not in known:
+        raise ValueError(f"{source}: {op} has no implementation {impl!r}; it has {', '.join(known)}")
+
+
+@functools.lru_cache(maxsize=8)
+def parse_choices(text: str) -> Mapping[str, str]:
+    """MDI_OPS -> {op: implementation}. "reference" alone means every op. Raises ValueError naming what exists."""
+    text = text.strip()
+    if text == "":
+        return {}
+    if text == "reference":
+        return dict.fromkeys(IMPLEMENTATIONS, "reference")
+    choices: dict[str, str] = {}
+    for part in text.split(","):
+        op, equals, impl = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise ValueError(f"MDI_OPS: {part.strip()!r} must be op=implementation (or MDI_OPS=reference alone)")
+        _check_choice(op, impl, "MDI_OPS")
+        if op in choices:
+            raise ValueError(f"MDI_OPS: {op} is given twice")
+        choices[op] = impl
+    return choices
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "0")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+# -- self-tests ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """A small fixed input of one op. run(inputs, impl) forces that implementation and returns its output tensors."""
+
+    make: Callable[[torch.device], dict[str, Any]]
+    run: Callable[[dict[str, Any], str], Any]
+    bound: float  # largest |difference| allowed, as a share of the largest |value| of the output it is compared with
+
+
+SELF_TESTS: dict[str, SelfTest] = {}
+
+
+def register_self_test(
+    op: str, make: Callable[[torch.device], dict[str, Any]], run: Callable[[dict[str, Any], str], Any], bound: float
+) -> None:
+    """Give an op the test that gates its sm100 implementation and that `env --self-test` runs for all of them."""
+    _check_choice(op, "reference", "register_self_test")
+    SELF_TESTS[op] = SelfTest(make, run, bound)
+
+
+def difference(got: Any, wanted: Any) -> float:
+    """Largest |got - wanted| as a share of the largest finite |wanted|, over tensors or nested tuples of them.
+
+    Infinite where shapes, integers, or the places of NaN and Inf differ.
+    """
+    if isinstance(wanted, tuple | list):
+        return max((difference(g, w) for g, w in zip(got, wanted, strict=True)), default=0.0)
+    if wanted is None or got is None:
+        return 0.0 if got is wanted else float("inf")
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return float("inf")
+    if not wanted.dtype.is_floating_point:
+        return 0.0 if torch.equal(got, wanted) else float("inf")
+    g, w = got.double(), wanted.double()
+    finite = w.isfinite()
+    if not torch.equal(finite, g.isfinite()) or not torch.equal(w.isnan(), g.isnan()):
+        return float("inf")
+    if not torch.equal(g[w.isinf()], w[w.isinf()]):
+        return float("inf")
+    if not bool(finite.any()):
+        return 0.0
+    g, w = g[finite], w[finite]
+    return float((g - w).abs().max() / w.abs().max().clamp(min=1e-30))
+
+
+def run_self_test(op: str, impl: str, device: torch.device) -> tuple[str, float]:
+    """Run op's self-test: (the implementation compared with, the difference). Raises what the kernel raises."""
+    test = SELF_TESTS[op]
+    against = "portable" if impl != "portable" and _why_not(op, "portable", device) is None else "reference"
+    inputs = test.make(device)
+    # a run may write into its inputs: each implementation gets its own
+    return against, difference(test.run(inputs, impl), test.run(test.make(device), against))
+
+
+@functools.cache
+def _gate(op: str, impl: str, index: int) -> bool:
+    """True when an sm100 implementation agrees with the portable one on this machine; warns once when it does not."""
+    device = torch.device("cuda", index)
+    if op not in SELF_TESTS:
+        log.warning("%s: the %s kernel has no self-test, using another implementation", op, impl)
+        return False
+    try:
+        against, error = run_self_test(op, impl, device)
+    except RuntimeError as failure:
+        log.warning("%s: the %s kernel failed its self-test (%s), using another implementation", op, impl, failure)
+        return False
+    if error <= SELF_TESTS[op].bound:
+        return True
+    log.warning(
+        "%s: the %s kernel differs from %s by %.3g (bound %.3g) on %s, using another implementation",
+        op, impl, against, error, SELF_TESTS[op].bound, torch.cuda.get_device_name(device),
+    )  # fmt: skip
+    return False
+
+
+# -- selection -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _why_not(op: str, impl: str, device: torch.device) -> str | None:
+    """Why a compiled implementation cannot run on a CUDA device; None when it can."""
+    if reason := _extension.device_problem(device):
+        return reason
+    capability = torch.cuda.get_device_capability(device)
+    wanted = _CAPABILITY.get(impl, capability)
+    built = ", ".join(f"sm_{arch}" for arch in _extension.archs())
+    if capability != wanted:
+        return (
+            f"{impl} needs compute capability {wanted[0]}.{wanted[1]}, {torch.cuda.get_device_name(device)} has "
+            f"{capability[0]}.{capability[1]} (this build has {built})"
+        )
+    if not _extension.has_op(library_name(op, impl)):
+        return f"this build ({built}, commit {(_extension.build_record() or {}).get('commit')}) does not hold {library_name(op, impl)}"
+    return None
+
+
+@functools.cache
+def _log_once(level: int, message: str) -> None:
+    log.log(level, message)
+
+
+@functools.cache
+def _best(op: str, device: torch.device) -> str:
+    reasons = []
+    for impl in IMPLEMENTATIONS[op]:
+        reason = _why_not(op, impl, device)
+        if reason is None and (impl != "sm100" or _gate(op, impl, device.index)):
+            return impl
+        reasons.append(f"{impl}: {reason or 'failed its self-test'}")
+    if not reasons:
+        _log_once(logging.WARNING, f"{op} has no CUDA kernel yet: the plain PyTorch reference runs on {device}")
+        return "reference"
+    raise RuntimeError(
+        f"{op}: no implementation runs on {torch.cuda.get_device_name(device)} ({'; '.join(reasons)}). "
+        f"MDI_OPS={op}=reference runs the plain PyTorch op (slow)."
+    )
+
+
+def select(op: str, tensor: Tensor, *, impl: str | None = None, compute_dtype: torch.dtype | None = None) -> str:
+    """The implementation of `op` that runs for `tensor`: "reference" or an entry of IMPLEMENTATIONS[op].
+
+    impl: the caller's explicit choice (tests and benches); None reads MDI_OPS and then takes the best one.
+    compute_dtype: the engine's compute dtype where `tensor` has another one on purpose (float32 in, bf16 out); float32
+        compute always runs the reference, because the kernels are bf16.
+    Raises ValueError for an unknown op or implementation (with the list), RuntimeError when it cannot run here.
+    """
+    choice, source = impl, f"{op}(impl=...)"
+    if choice is None:
+        text = os.environ.get("MDI_OPS", "")
+        if text:
+            choice, source = parse_choices(text).get(op), "MDI_OPS"
+    if choice is not None or op not in IMPLEMENTATIONS:
+        _check_choice(op, choice or "reference", source)
+    if choice == "reference":
+        return "reference"
+    if tensor.device.type != "cuda":
+        if impl is not None:
+            raise RuntimeError(f"{op}: implementation {impl!r} needs CUDA tensors, got a tensor on {tensor.device}")
+        return "reference"
+    if (compute_dtype or tensor.dtype) == torch.float32:
+        if impl is not None:
+            raise RuntimeError(f"{op}: implementation {impl!r} computes in bfloat16, got float32; use impl='reference'")
+        _log_once(logging.INFO, "float32 compute on CUDA: the plain PyTorch reference ops run (the kernels are bfloat16)")
+        return "reference"
+    device = torch.device("cuda", tensor.device.index if tensor.device.index is not None else torch.cuda.current_device())
+    if choice is None:
+        return _best(op, device)
+    if reason := _why_not(op, choice, device):
+        raise RuntimeError(f"{source}: {op}={choice} cannot run here: {reason}")
+    return choice
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value)
+
+
+def call(op: str, impl: str, *args: Any) -> None:
+    """Launch the compiled implementation `impl` of `op`; honours MDI_LOG_OPS and MDI_SYNC."""
+    name = library_name(op, impl)
+    if _flag("MDI_LOG_OPS"):
+        log.warning("%s (%s): %s", op, impl, ", ".join(_describe(arg) for arg in args))
+    getattr(torch.ops.mini_deepinfer, name)(*args)
+    if _flag("MDI_SYNC"):
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise RuntimeError(f"{op} ({impl}) failed on the GPU: {error}") from error
