@@ -88,7 +88,9 @@ def toolkit(nvcc: str) -> tuple[Path, str]:
     match = re.search(r"release (\d+\.\d+)", version)
     if match is None:
         raise SystemExit(f"cannot read the version of {nvcc}: {version.strip()!r}")
-    dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull], capture_output=True, text=True)
+    dry = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull], capture_output=True, text=True
+    )
     here = re.search(r"_HERE_=(\S+)", dry.stderr)
     return (Path(here[1]).resolve().parent if here else Path(nvcc).resolve().parent.parent), match[1]
 
@@ -129,7 +131,11 @@ def build_kernels(nvcc: str, archs: tuple[str, ...], jobs: int) -> list[str]:
         name = source.relative_to(ROOT / "csrc").as_posix()
         out = folder / (name.replace("/", "__") + ".o")
         gencode = " ".join(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in wanted)
-        lines += [f"build {quote(out)}: cu {quote(source)}", f"  gencode = {gencode}", f"  name = {name} [{','.join(wanted)}]"]
+        lines += [
+            f"build {quote(out)}: cu {quote(source)}",
+            f"  gencode = {gencode}",
+            f"  name = {name} [{','.join(wanted)}]",
+        ]
         objects.append(out)
     (folder / "build.ninja").write_text("\n".join(lines) + "\n")
     for stale in set(folder.glob("*.o")) - set(objects):  # a renamed or removed source
@@ -154,13 +160,17 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])  # ninja of this environment
+os.environ["PATH"] = os.pathsep.join(
+    [sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
+)  # ninja of this environment
 mode = choice("MDI_CUDA", "auto", ("0", "1", "auto"))
 archs = cuda_archs()
 jobs = max_jobs()
 nvcc = None if mode == "0" else find_nvcc()
 if nvcc is None and mode == "1":
-    raise SystemExit("MDI_CUDA=1 but no nvcc was found: set CUDA_HOME to the CUDA toolkit, or MDI_CUDA=0 to build without kernels")
+    raise SystemExit(
+        "MDI_CUDA=1 but no nvcc was found: set CUDA_HOME to the CUDA toolkit, or MDI_CUDA=0 to build without kernels"
+    )
 home, cuda_version = toolkit(nvcc) if nvcc else (None, None)
 if cuda_version and torch.version.cuda and cuda_version.split(".")[0] != torch.version.cuda.split(".")[0]:
     raise SystemExit(
@@ -196,13 +206,17 @@ class BuildExt(BuildExtension):
         write_if_changed(BUILD / "generated/build_record.h", f"#define MDI_BUILD_RECORD {literal}\n")
         os.environ["MAX_JOBS"] = str(jobs)  # for BuildExtension's own ninja
         if nvcc:
-            self.announce(f"mini-deepinfer: kernels for {', '.join(archs)} with CUDA {cuda_version}, {jobs} jobs", level=3)
+            self.announce(
+                f"mini-deepinfer: kernels for {', '.join(archs)} with CUDA {cuda_version}, {jobs} jobs", level=3
+            )
             for extension in self.extensions:
                 if extension.name == "mini_deepinfer._C":
                     extension.extra_objects = build_kernels(nvcc, archs, jobs)
         else:
             why = "MDI_CUDA=0" if mode == "0" else "no nvcc found"
-            self.announce(f"mini-deepinfer: building WITHOUT CUDA kernels ({why}); only the CPU reference will run", level=3)
+            self.announce(
+                f"mini-deepinfer: building WITHOUT CUDA kernels ({why}); only the CPU reference will run", level=3
+            )
         self.force = True  # relink always: setuptools does not look at extra_objects; ninja still compiles only changes
         super().build_extensions()
 

@@ -165,7 +165,7 @@ def difference(got: Any, wanted: Any) -> float:
 def run_self_test(op: str, impl: str, device: torch.device) -> tuple[str, float]:
     """Run op's self-test: (the implementation compared with, the difference). Raises what the kernel raises."""
     test = SELF_TESTS[op]
-    against = "portable" if impl != "portable" and _why_not(op, "portable", device) is None else "reference"
+    against = "portable" if impl != "portable" and why_not(op, "portable", device) is None else "reference"
     inputs = test.make(device)
     # a run may write into its inputs: each implementation gets its own
     return against, difference(test.run(inputs, impl), test.run(test.make(device), against))
@@ -196,7 +196,7 @@ def _gate(op: str, impl: str, index: int) -> bool:
 
 
 @functools.cache
-def _why_not(op: str, impl: str, device: torch.device) -> str | None:
+def why_not(op: str, impl: str, device: torch.device) -> str | None:
     """Why a compiled implementation cannot run on a CUDA device; None when it can."""
     if reason := _extension.device_problem(device):
         return reason
@@ -222,7 +222,7 @@ def _log_once(level: int, message: str) -> None:
 def _best(op: str, device: torch.device) -> str:
     reasons = []
     for impl in IMPLEMENTATIONS[op]:
-        reason = _why_not(op, impl, device)
+        reason = why_not(op, impl, device)
         if reason is None and (impl != "sm100" or _gate(op, impl, device.index)):
             return impl
         reasons.append(f"{impl}: {reason or 'failed its self-test'}")
@@ -259,12 +259,16 @@ def select(op: str, tensor: Tensor, *, impl: str | None = None, compute_dtype: t
     if (compute_dtype or tensor.dtype) == torch.float32:
         if impl is not None:
             raise RuntimeError(f"{op}: implementation {impl!r} computes in bfloat16, got float32; use impl='reference'")
-        _log_once(logging.INFO, "float32 compute on CUDA: the plain PyTorch reference ops run (the kernels are bfloat16)")
+        _log_once(
+            logging.INFO, "float32 compute on CUDA: the plain PyTorch reference ops run (the kernels are bfloat16)"
+        )
         return "reference"
-    device = torch.device("cuda", tensor.device.index if tensor.device.index is not None else torch.cuda.current_device())
+    device = torch.device(
+        "cuda", tensor.device.index if tensor.device.index is not None else torch.cuda.current_device()
+    )
     if choice is None:
         return _best(op, device)
-    if reason := _why_not(op, choice, device):
+    if reason := why_not(op, choice, device):
         raise RuntimeError(f"{source}: {op}={choice} cannot run here: {reason}")
     return choice
 
@@ -278,10 +282,11 @@ def _describe(value: Any) -> str:
 def call(op: str, impl: str, *args: Any) -> None:
     """Launch the compiled implementation `impl` of `op`; honours MDI_LOG_OPS and MDI_SYNC."""
     name = library_name(op, impl)
-    if _flag("MDI_LOG_OPS"):
+    log_ops, sync = _flag("MDI_LOG_OPS"), _flag("MDI_SYNC")
+    if log_ops:
         log.warning("%s (%s): %s", op, impl, ", ".join(_describe(arg) for arg in args))
     getattr(torch.ops.mini_deepinfer, name)(*args)
-    if _flag("MDI_SYNC"):
+    if sync:
         try:
             torch.cuda.synchronize()
         except RuntimeError as error:

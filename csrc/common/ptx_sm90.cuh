@@ -1,0 +1,228 @@
+// One function = one instruction of PTX available from sm_90 on (setmaxnreg: the "a" targets). Nothing else belongs
+// here. Shared-memory addresses are 32-bit (ptx::smem_address); barriers are 8-byte mbarrier objects.
+#pragma once
+#include <cuda.h>  // CUtensorMap; types only, libcuda is not linked
+
+#include <cstdint>
+
+#include "common/ptx_sm80.cuh"
+
+namespace mdi::ptx {
+
+// ---- mbarrier -----------------------------------------------------------------------------------------------------
+
+// mbarrier.init.shared::cta.b64: a phase completes after `arrivals` arrivals and all announced bytes
+MDI_DEVICE void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// fence.mbarrier_init.release.cluster: makes initialised barriers visible to the async proxy and to the cluster
+MDI_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// mbarrier.arrive.expect_tx.shared::cta.b64: one arrival that also announces `bytes` of coming copies
+MDI_DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// mbarrier.expect_tx.relaxed.cta.shared::cta.b64: announces bytes without arriving
+MDI_DEVICE void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// mbarrier.arrive.shared::cta.b64
+MDI_DEVICE void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// mbarrier.arrive.release.cluster.shared::cluster.b64: `barrier` comes from map_to_rank
+MDI_DEVICE void mbarrier_arrive_remote(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// mbarrier.test_wait.parity.shared::cta.b64: true when the phase of this parity has completed; never blocks
+MDI_DEVICE bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
+// mbarrier.try_wait.parity.shared::cta.b64 until the phase of this parity has completed. A fresh barrier is in phase 0:
+// waiting for parity 1 returns at once, waiting for parity 0 waits for the first completion.
+MDI_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (done == 0);
+}
+
+// mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64: the same where the arrivals come from other blocks
+MDI_DEVICE void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (done == 0);
+}
+
+// cp.async.mbarrier.arrive.noinc.shared::cta.b64: this thread's earlier cp.async copies arrive on the barrier when they
+// finish; counts as one of the barrier's expected arrivals
+MDI_DEVICE void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// ---- TMA ----------------------------------------------------------------------------------------------------------
+
+// prefetch.tensormap
+MDI_DEVICE void prefetch_tensor_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
+}
+
+// cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier: x is the coordinate of the contiguous dimension
+MDI_DEVICE void tma_load_2d(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int32_t x, int32_t y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            smem),
+        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(x), "r"(y)
+        : "memory");
+}
+
+// cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier
+MDI_DEVICE void tma_load_3d(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int32_t x, int32_t y, int32_t z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+        "[%2];" ::"r"(smem),
+        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+// cp.async.bulk.tensor.2d with .multicast::cluster: the tile lands at the same offset in every block of `block_mask`,
+// and each of those blocks' barriers (same offset) counts the bytes
+MDI_DEVICE void tma_load_2d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int32_t x, int32_t y,
+                                      uint16_t block_mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4}], [%2], %5;" ::"r"(smem),
+        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(x), "r"(y), "h"(block_mask)
+        : "memory");
+}
+
+// cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group; writes outside the tensor are dropped
+MDI_DEVICE void tma_store_2d(const CUtensorMap* map, uint32_t smem, int32_t x, int32_t y) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
+                     reinterpret_cast<uint64_t>(map)),
+                 "r"(smem), "r"(x), "r"(y)
+                 : "memory");
+}
+
+// cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group
+MDI_DEVICE void tma_store_3d(const CUtensorMap* map, uint32_t smem, int32_t x, int32_t y, int32_t z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+                     reinterpret_cast<uint64_t>(map)),
+                 "r"(smem), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
+// cp.async.bulk.shared::cluster.global.mbarrier: plain copy without a tensor map; addresses and bytes are multiples of 16
+MDI_DEVICE void bulk_load(uint32_t smem, const void* global, uint32_t bytes, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
+        "l"(reinterpret_cast<uint64_t>(global)), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// cp.async.bulk.global.shared::cta.bulk_group: plain copy back
+MDI_DEVICE void bulk_store(void* global, uint32_t smem, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(reinterpret_cast<uint64_t>(global)),
+                 "r"(smem), "r"(bytes)
+                 : "memory");
+}
+
+// cp.async.bulk.commit_group: groups this thread's bulk stores
+MDI_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// cp.async.bulk.wait_group.read: the shared memory of all but the last kPending store groups may be written again
+template <int kPending>
+MDI_DEVICE void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// cp.async.bulk.wait_group: all but the last kPending store groups are complete
+template <int kPending>
+MDI_DEVICE void bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// fence.proxy.async.shared::cta: ordinary shared-memory writes before it are seen by TMA stores and wgmma after it
+MDI_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- warps, registers, clusters -----------------------------------------------------------------------------------
+
+// elect.sync: true in one lane of a converged warp
+MDI_DEVICE bool elect_one() {
+    uint32_t elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n" : "=r"(elected));
+    return elected != 0;
+}
+
+// setmaxnreg.inc.sync.aligned.u32: whole warpgroup; 24..256 in steps of 8. The kernel needs __launch_bounds__(threads, 1)
+// or ptxas ignores it (C7508).
+template <int kRegisters>
+MDI_DEVICE void setmaxnreg_inc() {
+    static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0, "setmaxnreg: 24..256 in steps of 8");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// setmaxnreg.dec.sync.aligned.u32
+template <int kRegisters>
+MDI_DEVICE void setmaxnreg_dec() {
+    static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0, "setmaxnreg: 24..256 in steps of 8");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// stmatrix.sync.aligned.m8n8.x4.shared.b16: lane l gives the address of row l % 8 of matrix l / 8
+MDI_DEVICE void stmatrix_x4(uint32_t smem, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1),
+                 "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+// stmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+MDI_DEVICE void stmatrix_x4_trans(uint32_t smem, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1),
+                 "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+// %cluster_ctarank
+MDI_DEVICE uint32_t cluster_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// mapa.shared::cluster.u32: address of the same shared-memory offset in block `rank` of the cluster
+MDI_DEVICE uint32_t map_to_rank(uint32_t smem, uint32_t rank) {
+    uint32_t mapped;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(smem), "r"(rank));
+    return mapped;
+}
+
+// barrier.cluster.arrive.release.aligned
+MDI_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+
+// barrier.cluster.wait.acquire.aligned
+MDI_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+}  // namespace mdi::ptx
