@@ -1,8 +1,8 @@
 """Model configuration, layer plan, numeric profile, engine options and environment variables.
 
-`ModelConfig` holds the text model exactly as the checkpoint's config.json names it (model spec 1); every rule is checked
-when the object is made, so whoever has a `ModelConfig` has a consistent one. `config.layers` is the only place that knows
-which kind a layer is. Reading the JSON spelling variants is in `config_file.py`.
+`ModelConfig` holds the text model exactly as the checkpoint's config.json names it (model spec 1); every rule is
+checked when the object is made, so whoever has a `ModelConfig` has a consistent one. `config.layers` is the only place
+that knows which kind a layer is. Reading the JSON spelling variants is in `config_file.py`.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class ModelConfig:
 
     @property
     def cache_bytes_per_token(self) -> float:
-        """Bytes of paged cache (compressed KV and index keys) per token: 890 for the released model (model spec 9.1)."""
+        """Bytes of paged cache (compressed KV and index keys) per token: 890 as released (model spec 9.1)."""
         row = self.head_dim // 2 + self.head_dim // 16 + self.index_head_dim // 2 + self.index_head_dim // 32
         return sum(row / self.layers[i].ratio for i in self.kv_owners)
 
@@ -285,13 +285,14 @@ class ModelConfig:
         blocks, size = self.candidate_topk_blocks, self.candidate_block_size
         if blocks * size - (size - 1) < self.index_topk:
             _fail("candidate_topk_blocks", blocks,
-                  f"{blocks} blocks of candidate_block_size = {size}, the newest of which may hold one entry, cannot supply "
-                  f"index_topk = {self.index_topk} entries; need blocks * size - (size - 1) >= index_topk")
+                  f"{blocks} blocks of candidate_block_size = {size}, the newest of which may hold one entry, cannot "
+                  f"supply index_topk = {self.index_topk} entries; need blocks * size - (size - 1) >= index_topk")
 
     def _check_engram(self) -> None:
         ids, heights = self.engram_layer_ids, self.engram_num_embeddings
         if len(ids) != len(heights):
-            _fail("engram_num_embeddings", list(heights), f"needs one height per layer of engram_layer_ids = {list(ids)}")
+            _fail("engram_num_embeddings", list(heights),
+                  f"needs one height per layer of engram_layer_ids = {list(ids)}")
         if list(ids) != sorted(set(ids)):
             _fail("engram_layer_ids", list(ids), "must be ascending without repeats")
         for i in ids:
@@ -338,12 +339,14 @@ def _plan_layers(config: ModelConfig) -> tuple[LayerPlan, ...]:
 class NumericProfile:
     """How the model rounds: compute dtype of activations, activation quantisation (model spec 8), format of wo_a.
 
-    wo_a "bf16" dequantises wo_a to the compute dtype (reference profile), "fp8" runs it as an FP8 product.
+    wo_a "bf16" dequantises wo_a to the compute dtype (reference profile), "fp8" runs it as an FP8 product. batch_invariant makes every
+    library GEMM on a GPU one of a fixed number of rows, so that a row's bits do not depend on its batch (on a CPU that always holds).
     """
 
     compute_dtype: torch.dtype
     activation_quant: bool = True
     wo_a: str = "bf16"
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.compute_dtype not in (torch.float32, torch.bfloat16):
@@ -369,12 +372,13 @@ class EngineConfig:
                          choices=("bfloat16", "float32"))
     activation_quant: bool = _option(True, "quantise GEMM inputs to FP8 per 32 columns")
     wo_a: str = _option("bf16", "format of the wo_a product", choices=("bf16", "fp8"))
+    batch_invariant: bool = _option(False, "on a GPU, library GEMMs of a fixed row count: bits independent of the batch")
     device: str = _option("auto", "device: cuda when there is one, else cpu", choices=("auto", "cpu", "cuda"))
     max_num_batched_tokens: int = _option(4096, "tokens in one step (prefill chunk)", low=1)
     max_num_seqs: int = _option(16, "requests in one step", low=1)
     page_size: int = _option(256, "tokens per cache page, a multiple of every compress ratio", low=1)
     num_pages: int | None = _option(None, "cache pages; auto = what fits in memory", low=1)
-    max_model_len: int | None = _option(None, "longest request in tokens; auto = the checkpoint's limit or what fits", low=1)
+    max_model_len: int | None = _option(None, "longest request in tokens; auto = what fits", low=1)
     enable_prefix_caching: bool = _option(True, "share the cache pages of equal prefixes")
     replay: str = _option("full", "work after a prefix hit: full = exact", choices=("full",))
     load_format: str = _option("auto", "auto = read the checkpoint; dummy = random weights of the real shapes",
@@ -413,7 +417,8 @@ class EngineConfig:
         """Add one flag per field; `defaults` replaces the default of single fields."""
         for f in dataclasses.fields(cls):
             flag, default = "--" + f.name.replace("_", "-"), defaults.get(f.name, f.default)
-            text = f.metadata["help"] + (f" (default {'auto' if default is None else default})" if default != "" else "")
+            shown = "auto" if default is None else default
+            text = f.metadata["help"] + (f" (default {shown})" if shown != "" else "")
             if isinstance(f.default, bool):
                 parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
             elif isinstance(f.default, int) or f.default is None:

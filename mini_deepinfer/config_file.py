@@ -1,7 +1,7 @@
 """Reading config.json: the nested and the flat form, spelling variants, fixed values, and refusal of unknown keys.
 
-Every key falls in exactly one class: read into `ModelConfig`; must have the one supported value (FIXED); known to have no
-effect on text inference (IGNORED, IGNORED_PREFIXES); anything else is refused, because it could change the model.
+Every key falls in exactly one class: read into `ModelConfig`; must have the one supported value (FIXED); known to have
+no effect on text inference (IGNORED, IGNORED_PREFIXES); anything else is refused, because it could change the model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _QUANTIZATION: dict[str, tuple[Any, ...]] = {
 _QUANTIZATION_OPTIONAL: dict[str, tuple[Any, ...]] = {"activation_scheme": ("dynamic",), "fmt": ("e4m3",)}
 _QUANTIZATION_IGNORED = frozenset({"modules_to_not_convert", "ignored_layers"})  # the tensors' own dtypes decide
 
-_TUPLES = ("compress_ratios", "kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids", "engram_num_embeddings")
+_TUPLES = ("compress_ratios", "kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids",
+           "engram_num_embeddings")
 _FLOATS = ("routed_scaling_factor", "hc_eps", "rms_norm_eps", "rope_theta", "compress_rope_theta")
 
 # config.json of the published checkpoint, text part and the parts that are checked (model spec 1).
@@ -90,7 +91,7 @@ RELEASED_CONFIG: dict[str, Any] = {
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read folder/config.json and folder/generation_config.json (its eos_token_id wins). Raises FileNotFoundError, ValueError."""
+    """Read config.json, and generation_config.json's eos_token_id. Raises FileNotFoundError, ValueError."""
     raw = _read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
@@ -241,7 +242,7 @@ def _convert(values: dict[str, Any]) -> dict[str, Any]:
         values["candidate_source_layer_id"] = None
     layers, ratios = values["num_hidden_layers"], values["compress_ratios"]
     if isinstance(layers, int) and len(ratios) < layers:
-        raise ValueError(f"config: compress_ratios has {len(ratios)} entries: needs at least num_hidden_layers = {layers}")
+        raise ValueError(f"config: compress_ratios has {len(ratios)} entries: needs num_hidden_layers = {layers}")
     values["compress_ratios"] = ratios[:layers] if isinstance(layers, int) else ratios
     for key in (*_FLOATS, "swiglu_limit"):
         if isinstance(values.get(key), int) and not isinstance(values[key], bool):

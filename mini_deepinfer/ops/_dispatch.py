@@ -49,10 +49,10 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "elementwise.engram_gate": ("portable",),
     #
     # -- attention
-    "attention.write_window": (),
-    "attention.compress": (),
-    "attention.write_compressed": (),
-    "attention.sparse": (),
+    "attention.write_window": ("portable",),
+    "attention.compress": ("portable",),
+    "attention.write_compressed": ("portable",),
+    "attention.sparse": ("portable",),
     #
     # -- indexer
     "indexer.write_keys": (),

@@ -1,0 +1,263 @@
+"""One step's indices, built on the CPU with numpy and copied to the device once.
+
+Everything a layer needs to find its rows is decided here, from positions alone: which rows the window of a token
+covers, which tokens complete a compressed group and where its row goes, what is carried over to the next chunk.
+Positions are absolute and groups are paired absolutely (model spec 9.2), so a chunk may end anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from .config import ModelConfig
+    from .engram import EngramHasher
+    from .kv_cache import CacheGeometry
+
+WantLogits = Literal["last", "all", "none"]
+
+
+@dataclass(frozen=True)
+class ChunkRequest:
+    """Tokens start..end-1 of one request, to be computed in this step."""
+
+    token_ids: np.ndarray  # int64 [>= end], the whole request so far: the engram hash looks back past start
+    start: int
+    end: int
+    slot: int
+    pages: Sequence[int]  # physical pages of the request in order, enough for `end` tokens
+    want_logits: WantLogits = "last"
+
+
+@dataclass(frozen=True)
+class CompressPlan:
+    """Compressed groups of one ratio r that this step completes (G of them), and the tails it leaves (spec 4.3)."""
+
+    group_rows: torch.Tensor  # int32 [G, r], v < T: token v of the step, v >= T: row v-T of the tail buffers
+    positions: torch.Tensor  # int32 [G], j*r: where the group is rotated
+    rows: torch.Tensor  # int32 [G], physical cache row
+    tail_src: torch.Tensor  # int64 [m], tokens of the step that wait for the rest of their group
+    tail_dst: torch.Tensor  # int64 [m], their rows in the tail buffers; written after the groups have been read
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    """One step of T tokens of B sequences, on the model's device. T == 0 is legal: a rank without work."""
+
+    num_tokens: int
+    num_seqs: int
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int32 [T]
+    seq_of_token: torch.Tensor  # int32 [T]
+    page_table: torch.Tensor  # int32 [B, P]; entries past a sequence's pages are 0 and behind every `visible`
+    window_rows: torch.Tensor  # int32 [T], where the window rows of this step are written
+    window_idx: torch.Tensor  # int32 [T, W], positions max(0, pos-W+1)..pos ascending as pool rows, -1 behind
+    ring_src: torch.Tensor  # int64 [m], after a layer's attention: pool[ring_dst] = pool[ring_src]
+    ring_dst: torch.Tensor  # int64 [m]
+    compress: dict[int, CompressPlan]  # by ratio, every ratio > 0 of the model
+    max_visible: dict[int, int]  # by ratio, the largest number of entries any token of the step sees
+    output_rows: torch.Tensor  # int64 [O], tokens whose logits are wanted
+    engram_rows: tuple[torch.Tensor, ...]  # per engram layer, CPU int64 [T, rows per token]
+
+
+def build_batch(
+    config: ModelConfig,
+    requests: Sequence[ChunkRequest],
+    geometry: CacheGeometry,
+    device: torch.device | str,
+    hasher: EngramHasher | None = None,
+) -> PrefillBatch:
+    """Build the step of these chunks, in this order.
+
+    Raises:
+        ValueError  an empty chunk, too few tokens or pages, a slot outside the caches or used twice, more than
+                    max_tokens tokens, or a model with engram layers and no hasher
+    """
+    _check(config, requests, geometry, hasher)
+    device = torch.device(device)
+    num_seqs, width, page_size = len(requests), geometry.window, geometry.page_size
+    start = np.array([request.start for request in requests], dtype=np.int64)
+    end = np.array([request.end for request in requests], dtype=np.int64)
+    slot = np.array([request.slot for request in requests], dtype=np.int64)
+    length = end - start
+    first = np.cumsum(length) - length  # first token of each sequence in the step
+    num_tokens = int(length.sum())
+    seq, offset = _ragged(length)
+    positions = start[seq] + offset
+
+    pages = np.zeros((num_seqs, max([1] + [geometry.pages_for(request.end) for request in requests])), dtype=np.int32)
+    for row, request in enumerate(requests):
+        count = geometry.pages_for(request.end)
+        pages[row, :count] = request.pages[:count]
+
+    arrays: dict[str, np.ndarray] = {
+        "token_ids": _concatenate([request.token_ids[request.start : request.end] for request in requests]),
+        "positions": positions.astype(np.int32),
+        "seq_of_token": seq.astype(np.int32),
+        "page_table": pages,
+        "window_rows": np.arange(geometry.chunk_row, geometry.chunk_row + num_tokens, dtype=np.int32),
+        "window_idx": _window_idx(positions, seq, start, length, first, slot, geometry),
+    }
+
+    kept = np.minimum(length, width)  # the last tokens of each chunk become its ring
+    ring_seq, ring_offset = _ragged(kept)
+    ring_token = (length - kept)[ring_seq] + ring_offset
+    arrays["ring_src"] = geometry.chunk_row + first[ring_seq] + ring_token
+    arrays["ring_dst"] = slot[ring_seq] * width + (start[ring_seq] + ring_token) % width
+
+    for ratio in geometry.ratios:
+        group_seq, group = _ragged(end // ratio - start // ratio)
+        group = group + (start // ratio)[group_seq]  # absolute pairing: group j holds positions j*r..j*r+r-1
+        member = group[:, None] * ratio + np.arange(ratio)
+        here = (first - start)[group_seq, None] + member
+        carried = num_tokens + slot[group_seq, None] * (ratio - 1) + np.arange(ratio)
+        arrays[f"group_rows.{ratio}"] = np.where(member >= start[group_seq, None], here, carried).astype(np.int32)
+        arrays[f"group_positions.{ratio}"] = (group * ratio).astype(np.int32)
+        per_page = page_size // ratio
+        physical = pages[group_seq, group // per_page].astype(np.int64) * per_page + group % per_page
+        arrays[f"rows.{ratio}"] = physical.astype(np.int32)
+        waiting = np.minimum(end % ratio, length)  # tokens of this chunk in the group it leaves open
+        tail_seq, tail_offset = _ragged(waiting)
+        tail_position = (end - waiting)[tail_seq] + tail_offset
+        arrays[f"tail_src.{ratio}"] = (first - start)[tail_seq] + tail_position
+        arrays[f"tail_dst.{ratio}"] = slot[tail_seq] * (ratio - 1) + tail_position % ratio
+
+    wanted = np.array([{"last": 1, "all": request.end - request.start, "none": 0}[request.want_logits]
+                       for request in requests], dtype=np.int64)  # fmt: skip
+    out_seq, out_offset = _ragged(wanted)
+    arrays["output_rows"] = (first + length - wanted)[out_seq] + out_offset
+
+    tensors = _to_device(arrays, device)
+    return PrefillBatch(
+        num_tokens=num_tokens,
+        num_seqs=num_seqs,
+        compress={
+            ratio: CompressPlan(
+                group_rows=tensors[f"group_rows.{ratio}"],
+                positions=tensors[f"group_positions.{ratio}"],
+                rows=tensors[f"rows.{ratio}"],
+                tail_src=tensors[f"tail_src.{ratio}"],
+                tail_dst=tensors[f"tail_dst.{ratio}"],
+            )
+            for ratio in geometry.ratios
+        },
+        max_visible={ratio: int((end // ratio).max(initial=0)) for ratio in geometry.ratios},
+        engram_rows=_engram_rows(config, requests, hasher),
+        **{name: tensor for name, tensor in tensors.items() if "." not in name},
+    )
+
+
+def _ragged(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For the concatenation of runs of these lengths: run of every element, and its index inside the run."""
+    run = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
+    return run, np.arange(len(run), dtype=np.int64) - (np.cumsum(lengths) - lengths)[run]
+
+
+def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts).astype(np.int64, copy=False) if parts else np.zeros(0, dtype=np.int64)
+
+
+def _window_idx(
+    positions: np.ndarray,
+    seq: np.ndarray,
+    start: np.ndarray,
+    length: np.ndarray,
+    first: np.ndarray,
+    slot: np.ndarray,
+    geometry: CacheGeometry,
+) -> np.ndarray:
+    """int32 [T, W]. Each sequence gets a line of pool rows for positions start-W+1..end-1; a token's lanes are W
+    neighbours on that line, so the table is a copy of overlapping views and not T*W index arithmetic."""
+    width = geometry.window
+    if len(positions) == 0:
+        return np.zeros((0, width), dtype=np.int32)
+    line_seq, line_offset = _ragged(length + width - 1)
+    position = start[line_seq] - (width - 1) + line_offset
+    in_chunk = geometry.chunk_row + first[line_seq] + position - start[line_seq]
+    in_ring = slot[line_seq] * width + position % width
+    line = np.where(position >= start[line_seq], in_chunk, in_ring).astype(np.int32)
+    lanes = np.lib.stride_tricks.sliding_window_view(line, width)
+    table = lanes[np.arange(len(positions)) + seq * (width - 1)]
+    early = np.flatnonzero(positions < width - 1)  # their first lanes lie before the text: move the others to the front
+    if len(early):
+        lane = np.arange(width) + (width - 1 - positions[early])[:, None]
+        shifted = np.take_along_axis(table[early], np.minimum(lane, width - 1), axis=1)
+        table[early] = np.where(lane < width, shifted, -1)
+    return table
+
+
+def _engram_rows(
+    config: ModelConfig, requests: Sequence[ChunkRequest], hasher: EngramHasher | None
+) -> tuple[torch.Tensor, ...]:
+    num_layers = len(config.engram_layer_ids)
+    if num_layers == 0 or hasher is None:
+        return ()
+    rows_per_token = (config.engram_max_ngram_size - 1) * config.engram_n_heads
+    parts = [torch.zeros(0, num_layers, rows_per_token, dtype=torch.int64)]
+    for request in requests:
+        parts.append(torch.as_tensor(hasher.row_ids(request.token_ids, request.start, request.end)))
+    rows = torch.cat(parts)
+    return tuple(rows[:, layer].contiguous() for layer in range(num_layers))
+
+
+def _to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+    """All arrays through one buffer: one (pinned, asynchronous) copy instead of one per array."""
+    align = 256
+    places: dict[str, int] = {}
+    size = 0
+    for name, array in arrays.items():
+        places[name] = size
+        size += -(-array.nbytes // align) * align
+    staging = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = staging.numpy()
+    for name, array in arrays.items():
+        host[places[name] : places[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    buffer = staging.to(device, non_blocking=True)
+    tensors = {}
+    for name, array in arrays.items():
+        dtype = torch.int32 if array.dtype == np.int32 else torch.int64
+        tensors[name] = buffer[places[name] : places[name] + array.nbytes].view(dtype).view(array.shape)
+    return tensors
+
+
+def _check(
+    config: ModelConfig, requests: Sequence[ChunkRequest], geometry: CacheGeometry, hasher: EngramHasher | None
+) -> None:
+    if config.engram_layer_ids and hasher is None:
+        raise ValueError(f"build_batch: layers {list(config.engram_layer_ids)} have an engram; pass its EngramHasher")
+    slots = [request.slot for request in requests]
+    if len(set(slots)) != len(slots):
+        raise ValueError(f"build_batch: every request needs its own slot, got {slots}")
+    for row, request in enumerate(requests):
+        if not 0 <= request.start < request.end <= len(request.token_ids):
+            raise ValueError(
+                f"build_batch: request {row}: wanted 0 <= start < end <= {len(request.token_ids)} token ids, got "
+                f"start={request.start}, end={request.end}"
+            )
+        if not 0 <= request.slot < geometry.num_slots:
+            raise ValueError(f"build_batch: request {row}: slot must be below {geometry.num_slots}, got {request.slot}")
+        needed = geometry.pages_for(request.end)
+        if len(request.pages) < needed:
+            raise ValueError(
+                f"build_batch: request {row}: {request.end} tokens need {needed} pages of {geometry.page_size}, "
+                f"got {len(request.pages)}"
+            )
+        used = request.pages[:needed]
+        if min(used) < 0 or max(used) >= geometry.num_pages:
+            raise ValueError(
+                f"build_batch: request {row}: pages must be in 0..{geometry.num_pages - 1}, got {list(used)}"
+            )
+        if request.want_logits not in ("last", "all", "none"):
+            raise ValueError(
+                f"build_batch: request {row}: want_logits must be last, all or none, got {request.want_logits!r}"
+            )
+    num_tokens = sum(request.end - request.start for request in requests)
+    if num_tokens > geometry.max_tokens:
+        raise ValueError(
+            f"build_batch: step must have at most max_tokens={geometry.max_tokens} tokens, got {num_tokens}"
+        )

@@ -1,0 +1,117 @@
+"""The attention sublayer: projections, window and compressed KV, selection, sparse attention, output projection (model spec 4)."""
+
+from __future__ import annotations
+
+import torch
+
+from mini_deepinfer.config import LayerPlan, ModelConfig, NumericProfile
+from mini_deepinfer.model.indexer import Indexer
+from mini_deepinfer.model.step import Step
+from mini_deepinfer.ops import attention, elementwise, reference
+from mini_deepinfer.ops.linear import Activation, Fp8Weight, fp8_linear, linear
+from mini_deepinfer.stages import stage
+from mini_deepinfer.weights import Weights
+
+
+class Compressor:
+    """Pools r consecutive tokens to one latent row and writes it to the compressed cache (model spec 4.3)."""
+
+    def __init__(
+        self, config: ModelConfig, profile: NumericProfile, plan: LayerPlan, weights: Weights, table: torch.Tensor
+    ) -> None:
+        self.config, self.profile, self.plan, self.table = config, profile, plan, table
+        name = f"layers.{plan.index}.attn.compressor"
+        self.wkv = weights.tensors[f"{name}.wkv.weight"]
+        self.wgate = weights.tensors[f"{name}.wgate.weight"] if plan.ratio > 1 else None
+        self.norm = weights.tensors[f"{name}.norm.weight"]
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """Latent rows [G, D] of the groups that x [T, N] completes, before their rotary embedding."""
+        group, caches, layer = step.batch.compress[self.plan.ratio], step.caches, self.plan.index
+        kv = linear(x, self.wkv, self.profile, torch.float32)
+        if self.wgate is None:
+            pooled = attention.compress(kv, None, None, None, group.group_rows, x.dtype)
+        else:
+            score = linear(x, self.wgate, self.profile, torch.float32)
+            tail_kv, tail_score = caches.tail_kv[layer], caches.tail_score[layer]
+            pooled = attention.compress(kv, score, tail_kv, tail_score, group.group_rows, x.dtype)
+            tail_kv[group.tail_dst] = kv[group.tail_src]  # after the groups that needed the old tails
+            tail_score[group.tail_dst] = score[group.tail_src]
+        latent = elementwise.rmsnorm(pooled, self.norm, self.config.rms_norm_eps)
+        roped = elementwise.rope(latent[:, None], group.positions, self.table)[:, 0]
+        attention.write_compressed(roped, caches.compressed[layer], group.rows)
+        return latent
+
+
+class Attention:
+    """One attention sublayer. K = V: one row of `head_dim` serves all heads."""
+
+    def __init__(
+        self, config: ModelConfig, profile: NumericProfile, plan: LayerPlan, weights: Weights, table: torch.Tensor
+    ) -> None:
+        self.config, self.profile, self.plan, self.table = config, profile, plan, table
+        name = f"layers.{plan.index}.attn"
+        tensors = weights.tensors
+        self.q_norm, self.kv_norm = tensors[f"{name}.q_norm.weight"], tensors[f"{name}.kv_norm.weight"]
+        self.sink = tensors[f"{name}.attn_sink"]
+
+        def fp8(part: str) -> Fp8Weight:
+            return Fp8Weight(tensors[f"{name}.{part}.weight"], tensors[f"{name}.{part}.scale"], f"{name}.{part}")
+
+        self.wq_a, self.wq_b, self.wkv, self.wo_b = fp8("wq_a"), fp8("wq_b"), fp8("wkv"), fp8("wo_b")
+        self.wo_a = self._split_groups(tensors[f"{name}.wo_a.weight"], tensors[f"{name}.wo_a.scale"], f"{name}.wo_a")
+        self.compressor = Compressor(config, profile, plan, weights, table) if plan.owns_kv else None
+        self.indexer = Indexer(config, profile, plan, weights, table) if plan.owns_kv or plan.owns_selection else None
+
+    def _split_groups(self, codes: torch.Tensor, scale: torch.Tensor, name: str) -> list[Fp8Weight] | list[torch.Tensor]:
+        """wo_a as one weight per group: FP8 under the production profile, else exact in the compute dtype (spec 4.7)."""
+        rank = self.config.o_lora_rank
+        if self.profile.wo_a == "bf16":
+            values = reference.linear.dequant_block32(codes, scale, self.profile.compute_dtype)
+            return list(values.split(rank))
+        tiles = scale.split(rank // 32)
+        return [Fp8Weight(part, tile, f"{name}[{g}]") for g, (part, tile) in enumerate(zip(codes.split(rank), tiles))]
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """x [T, N], the normed input, to [T, N]."""
+        config, plan, batch = self.config, self.plan, step.batch
+        window = step.caches.window[plan.index]
+        with stage("attention.project"):
+            act = Activation(x, self.profile)
+            low_rank = elementwise.rmsnorm(fp8_linear(act, self.wq_a), self.q_norm, config.rms_norm_eps)
+            query = Activation(low_rank, self.profile)
+            q = fp8_linear(query, self.wq_b).view(x.shape[0], config.num_attention_heads, config.head_dim)
+            q = elementwise.rope(q, batch.positions, self.table, out=q)
+            kv = elementwise.rmsnorm(fp8_linear(act, self.wkv), self.kv_norm, config.rms_norm_eps)
+            kv = elementwise.rope(kv[:, None], batch.positions, self.table)[:, 0]
+            attention.write_window(kv, window, batch.window_rows)
+        if self.compressor is not None and self.indexer is not None:
+            with stage("attention.compress"):
+                latent = self.compressor(x, step)
+                self.indexer.write_keys(latent, step)
+        if plan.owns_selection and self.indexer is not None:
+            step.selections[plan.index] = self.indexer.select(x, query, step)
+        compressed = rows = count = None
+        if plan.kv_owner is not None and plan.index_source is not None:
+            compressed, selection = step.caches.compressed[plan.kv_owner], step.selections[plan.index_source]
+            rows, count = selection.rows, selection.count
+        with stage("attention.sparse"):
+            o = attention.sparse(
+                q, window, batch.window_idx, compressed, rows, count, self.sink, config.head_dim**-0.5, out=None
+            )
+            window[batch.ring_dst] = window[batch.ring_src]  # the chunk's last rows, now that its queries have read the ring
+        with stage("attention.output"):
+            o = elementwise.rope(o, batch.positions, self.table, inverse=True, out=o)
+            return fp8_linear(Activation(self._group_output(o), self.profile), self.wo_b)
+
+    def _group_output(self, o: torch.Tensor) -> torch.Tensor:
+        """o [T, H, D] through the grouped projection: [T, groups * rank] (spec 4.7)."""
+        groups, rank = self.config.o_groups, self.config.o_lora_rank
+        o = o.view(o.shape[0], groups, -1)
+        z = torch.empty(o.shape[0], groups, rank, dtype=o.dtype, device=o.device)
+        for g, weight in enumerate(self.wo_a):
+            if isinstance(weight, Fp8Weight):
+                z[:, g] = fp8_linear(Activation(o[:, g].contiguous(), self.profile, quantise=True), weight)
+            else:
+                z[:, g] = linear(o[:, g], weight, self.profile)
+        return z.flatten(1)

@@ -1,0 +1,116 @@
+"""The mixture-of-experts sublayer: router, routed experts over the expert-parallel ranks, shared expert (model spec 6)."""
+
+from __future__ import annotations
+
+import torch
+
+from mini_deepinfer.config import LayerPlan, ModelConfig, NumericProfile
+from mini_deepinfer.model.step import Step
+from mini_deepinfer.ops import moe
+from mini_deepinfer.ops.linear import Activation, Fp8Weight, fp8_linear
+from mini_deepinfer.parallel import ExpertParallel
+from mini_deepinfer.stages import stage
+from mini_deepinfer.tensor_table import expert_range
+from mini_deepinfer.weights import Weights
+
+
+class Gate:
+    """Chooses `num_experts_per_tok` experts for every token, in float32 (model spec 6.1)."""
+
+    def __init__(self, config: ModelConfig, name: str, weights: Weights) -> None:
+        self.config = config
+        self.weight = weights.tensors[f"{name}.weight"]
+        self.bias = weights.tensors[f"{name}.bias"]
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, N] to expert ids [T, k] int32 ascending and weights [T, k] float32."""
+        return moe.route(x, self.weight, self.bias, self.config.num_experts_per_tok, self.config.routed_scaling_factor)
+
+
+class MoE:
+    """Routed experts of this rank for the tokens of all ranks, and the shared expert for this rank's tokens."""
+
+    def __init__(
+        self, config: ModelConfig, profile: NumericProfile, plan: LayerPlan, weights: Weights, parallel: ExpertParallel
+    ) -> None:
+        self.config, self.profile, self.parallel, self.index = config, profile, parallel, plan.index
+        name = f"layers.{plan.index}.ffn"
+        tensors = weights.tensors
+        self.gate = Gate(config, f"{name}.gate", weights)
+        self.w13, self.w13_scale = tensors[f"{name}.experts.w13"], tensors[f"{name}.experts.w13_scale"]
+        self.w2, self.w2_scale = tensors[f"{name}.experts.w2"], tensors[f"{name}.experts.w2_scale"]
+        self.experts = expert_range(config.n_routed_experts, parallel.world, parallel.rank)
+
+        def fp8(part: str) -> tuple[torch.Tensor, torch.Tensor]:
+            return tensors[f"{name}.shared_experts.{part}.weight"], tensors[f"{name}.shared_experts.{part}.scale"]
+
+        self.shared_w13 = Fp8Weight.stack([fp8("w1"), fp8("w3")], f"{name}.shared_experts.w1|w3")
+        self.shared_w2 = Fp8Weight(*fp8("w2"), f"{name}.shared_experts.w2")
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """x [T, N], the normed input, to [T, N]."""
+        with stage("moe.route"):
+            act = Activation(x, self.profile)
+            ids, weights = self.gate(x)
+        step.record("router_ids", self.index, ids)
+        step.record("router_weights", self.index, weights)
+        with stage("moe.shared"):
+            shared = self._shared(act)
+        codes, scale = act.groups()
+        if self.parallel.world == 1:
+            with stage("moe.dispatch"):
+                row_of_slot, *rows = self._dispatch(ids, weights)
+            with stage("moe.experts"):
+                y = self._experts(codes, scale, *rows)
+            with stage("moe.combine"):
+                return moe.combine(y, row_of_slot, shared, x.dtype)
+        with stage("moe.dispatch"):
+            codes = self.parallel.all_gather(codes, step.counts)
+            scale = None if scale is None else self.parallel.all_gather(scale, step.counts)
+            ids = self.parallel.all_gather_expert_ids(ids, step.counts)
+            weights = self.parallel.all_gather(weights, step.counts)
+            row_of_slot, *rows = self._dispatch(ids, weights)
+        with stage("moe.experts"):
+            y = self._experts(codes, scale, *rows)
+        with stage("moe.combine"):
+            return self._combine_ranks(y, row_of_slot, rows[0], shared, step.counts, x.dtype)
+
+    def _shared(self, act: Activation) -> torch.Tensor:
+        gate_up = fp8_linear(act, self.shared_w13)
+        h = moe.swiglu_quant(gate_up, None, self.config.swiglu_limit, None, quantise=False)
+        return fp8_linear(Activation(h, self.profile), self.shared_w2)
+
+    def _dispatch(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """row_of_slot [T, k], slot_of_row [T*k], expert offsets, token of every row, routing weight of every row."""
+        row_of_slot, slot_of_row, offsets = moe.permute(ids, self.experts.start, len(self.experts))
+        slot = slot_of_row.clamp(min=0)
+        token_of_row = torch.div(slot, ids.shape[1], rounding_mode="floor").to(torch.int32)
+        return row_of_slot, slot_of_row, offsets, token_of_row, weights.flatten()[slot.long()]
+
+    def _experts(self, codes, scale, slot_of_row, offsets, token_of_row, row_weight) -> torch.Tensor:
+        """The routed rows through their experts: [T*k, N], rows at or past offsets[-1] unspecified."""
+        dtype = self.profile.compute_dtype
+        gate_up = moe.grouped_gemm(codes, scale, self.w13, self.w13_scale, offsets, token_of_row, out_dtype=dtype)
+        quantise = self.profile.activation_quant
+        h = moe.swiglu_quant(gate_up, row_weight, self.config.swiglu_limit, offsets[-1:], quantise=quantise)
+        h_codes, h_scale = h if isinstance(h, tuple) else (h, None)
+        return moe.grouped_gemm(h_codes, h_scale, self.w2, self.w2_scale, offsets, None, out_dtype=dtype)
+
+    def _combine_ranks(self, y, row_of_slot, slot_of_row, shared, counts, dtype) -> torch.Tensor:
+        """Bring every token's expert outputs home.
+
+        On the CPU each routed slot travels by itself: exactly one rank adds a value to it, so the sum over ranks is exact and the
+        result has the bits of a single process. On GPUs each rank sends the sum of its own slots in the compute dtype, and the sum
+        over ranks depends on the partition (model spec 6.2).
+        """
+        tokens, k = row_of_slot.shape
+        if y.device.type != "cpu":
+            partial = moe.combine(y, row_of_slot, None, dtype)
+            routed = self.parallel.reduce_scatter(partial, counts)
+            return (routed.to(torch.float32) + shared.to(torch.float32)).to(dtype)
+        slots = torch.zeros(tokens * k, y.shape[1], dtype=y.dtype)
+        local = (slot_of_row >= 0).nonzero().squeeze(1)
+        slots[slot_of_row[local].long()] = y[local]
+        own = self.parallel.reduce_scatter(slots.view(tokens, k, -1), counts)
+        order = torch.arange(own.shape[0] * k, dtype=torch.int32).view(-1, k)
+        return moe.combine(own.flatten(0, 1), order, shared, dtype)

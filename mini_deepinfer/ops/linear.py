@@ -1,0 +1,164 @@
+"""Dense projections: FP8 weights with 32x32 power-of-two scales, and plain bfloat16 weights (model spec 2.1, 4.1, 8).
+
+On the CPU the operands are dequantised exactly and multiplied in float32. On a GPU an FP8 projection is one library GEMM
+(`torch._scaled_mm`, slow accumulation) over operands whose power-of-two scales are folded into the E4M3 exponents, which leaves one
+scale per row: exact for weights whose scales spread over at most the E4M3 range inside a row (checked when the weight is made; a
+weight that is not exact is multiplied as bfloat16), and for activations above rowmax / 28,500.
+
+A GPU library may choose another kernel for another number of rows, so a row's bits may depend on its batch there. With
+`NumericProfile.batch_invariant` every library call has `INVARIANT_ROWS` rows (the last one padded), as the CPU path always does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from mini_deepinfer.config import NumericProfile
+from mini_deepinfer.ops import elementwise, reference
+from mini_deepinfer.ops.reference.linear import dequant_block32
+
+logger = logging.getLogger(__name__)
+
+INVARIANT_ROWS = 256  # rows of every library call in batch-invariant mode
+_FOLD_ROWS = 2048  # rows folded at a time: bounds the float32 scratch
+
+
+class Activation:
+    """The input of one or several FP8 projections, quantised once, in the forms its consumers ask for.
+
+    x [T, K] in the compute dtype; quantised 1x32 unless the profile says otherwise (then the products use x itself).
+    """
+
+    def __init__(self, x: torch.Tensor, profile: NumericProfile, *, quantise: bool | None = None) -> None:
+        self.x = x
+        self.quantise = profile.activation_quant if quantise is None else quantise
+        self.batch_invariant = profile.batch_invariant
+        self._groups: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._folded: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def groups(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """E4M3 codes [T, K] and one E8M0 byte per 32 columns [T, K/32]; (x, None) when activations are not quantised."""
+        if not self.quantise:
+            return self.x, None
+        if self._groups is None:
+            self._groups = elementwise.act_quant(self.x)
+        return self._groups
+
+    def folded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """E4M3 codes [T, K] and one power-of-two scale per row [T] float32."""
+        if self._folded is None:
+            self._folded = elementwise.fold_scales(*self._groups) if self._groups else elementwise.act_quant_folded(self.x)
+        return self._folded
+
+    def values(self) -> torch.Tensor:
+        """The values the product sees, exact in float32 [T, K]."""
+        if not self.quantise:
+            return self.x.to(torch.float32)
+        return reference.number_formats.dequant_fp8_ue8m0(*self.groups())
+
+
+class Fp8Weight:
+    """One FP8 projection: codes [O, K] float8_e4m3fn with scale [ceil(O/32), ceil(K/32)] E8M0 bytes."""
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, name: str) -> None:
+        self.name = name
+        self.shape = codes.shape
+        self.device = codes.device
+        self.folded: tuple[torch.Tensor, torch.Tensor] | None = None
+        if codes.device.type == "cuda":
+            self.folded = _fold_weight(codes, scale)
+            if self.folded is None:
+                logger.warning("%s: scales spread too far to fold into E4M3; multiplied as exact bfloat16 values", name)
+        if self.folded is None:
+            self.codes, self.scale = codes, scale
+
+    @classmethod
+    def stack(cls, parts: list[tuple[torch.Tensor, torch.Tensor]], name: str) -> Fp8Weight:
+        """Projections of one input stacked along the output: every part's rows are a multiple of 32."""
+        codes = torch.cat([codes.view(torch.uint8) for codes, _ in parts]).view(torch.float8_e4m3fn)
+        return cls(codes, torch.cat([scale for _, scale in parts]), name)
+
+    def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Dequantised [O, K], exact in float32 and bfloat16."""
+        if self.folded is not None:
+            codes, row_scale = self.folded
+            return (codes.to(torch.float32) * row_scale[:, None]).to(dtype)
+        return dequant_block32(self.codes, self.scale, dtype)
+
+
+def _fold_weight(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """codes and one scale per row, or None where folding would change a value."""
+    folded, row_scales = [], []
+    for start in range(0, codes.shape[0], _FOLD_ROWS):
+        part = codes[start : start + _FOLD_ROWS]
+        groups = scale[start // 32 : (start + part.shape[0] + 31) // 32].repeat_interleave(32, 0)[: part.shape[0]]
+        new, row_scale = reference.elementwise.fold_scales(part, groups)
+        if not torch.equal(new.to(torch.float32) * row_scale[:, None], reference.number_formats.dequant_fp8_ue8m0(part, groups)):
+            return None
+        folded.append(new.view(torch.uint8))
+        row_scales.append(row_scale)
+    return torch.cat(folded).view(torch.float8_e4m3fn), torch.cat(row_scales)
+
+
+def fp8_linear(act: Activation, weight: Fp8Weight) -> torch.Tensor:
+    """x [T, K] times an FP8 weight [O, K]: [T, O] in the dtype of x, float32 accumulation, one rounding (model spec 4.1)."""
+    x = act.x
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"{weight.name}: input must be [T, K={weight.shape[1]}], got {list(x.shape)}")
+    if x.shape[0] == 0:
+        return x.new_empty(0, weight.shape[0])
+    if x.device.type == "cpu" or x.dtype == torch.float32:
+        return reference.linear.matmul(act.values(), weight.values()).to(x.dtype)
+    if act.quantise and weight.folded is not None:
+        codes, row_scale = act.folded()
+        weight_codes, weight_scale = weight.folded
+
+        def product(codes: torch.Tensor, row_scale: torch.Tensor) -> torch.Tensor:
+            return torch._scaled_mm(
+                codes,
+                weight_codes.t(),
+                scale_a=row_scale[:, None],
+                scale_b=weight_scale[None, :],
+                out_dtype=x.dtype,
+                use_fast_accum=False,
+            )
+
+        return _by_rows(product, act.batch_invariant, codes, row_scale)
+    weight_t = weight.values(x.dtype).t()
+    return _by_rows(lambda rows: rows @ weight_t, act.batch_invariant, act.values().to(x.dtype))
+
+
+def _by_rows(product: Callable[..., torch.Tensor], batch_invariant: bool, *operands: torch.Tensor) -> torch.Tensor:
+    """product(*operands) over their rows: one call, or calls of exactly INVARIANT_ROWS rows."""
+    if not batch_invariant:
+        return product(*operands)
+    num_rows = operands[0].shape[0]
+    parts = []
+    for start in range(0, num_rows, INVARIANT_ROWS):
+        block = [operand[start : start + INVARIANT_ROWS] for operand in operands]
+        missing = INVARIANT_ROWS - block[0].shape[0]
+        if missing:
+            block = [torch.cat((part, part[:1].expand(missing, *part.shape[1:]))) for part in block]
+        parts.append(product(*block))
+    return torch.cat(parts)[:num_rows]
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, profile: NumericProfile, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """x [T, K] times a bfloat16 or float32 weight [O, K], float32 accumulation, one rounding to out_dtype (default: that of x).
+
+    float32 output from bfloat16 operands is exact up to the order of the sums.
+    """
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    if x.device.type == "cpu" or x.dtype == torch.float32:
+        return reference.linear.matmul(x, weight).to(out_dtype)
+    if x.shape[0] == 0:
+        return torch.empty(0, weight.shape[0], dtype=out_dtype, device=x.device)
+    weight_t = weight.t()
+    if out_dtype == x.dtype:
+        return _by_rows(lambda rows: rows @ weight_t, profile.batch_invariant, x)
+    return _by_rows(lambda rows: torch.mm(rows, weight_t, out_dtype=out_dtype), profile.batch_invariant, x)

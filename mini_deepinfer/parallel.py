@@ -1,0 +1,569 @@
+"""Expert parallelism: how the rows of a step travel between ranks (architecture, section 5).
+
+Attention is data parallel and experts are expert parallel: every rank sends its token rows to all ranks
+(:meth:`ExpertParallel.all_gather`), computes its own experts for all of them and sends the partial sums back
+(:meth:`ExpertParallel.reduce_scatter`). Ranks step together; a rank without tokens takes part with zero rows.
+
+Three implementations: :class:`SingleProcess`, :class:`ProcessGroup` (gloo on CPU, NCCL on GPU) and :class:`Loopback`
+(one process that does the work of rank 0 of a larger group without the links).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mini_deepinfer.stages import COMMUNICATION, stage
+
+START_TIMEOUT_S = 25.0  # for all ranks to appear
+STEP_TIMEOUT_S = 600.0  # for a rank that is alive to reach a collective that another rank waits in
+HEARTBEAT_TIMEOUT_S = 20.0  # a rank on another host that is silent for so long is dead; on this host its pid tells
+POLL_S = 0.5
+
+# torch 2.13 renamed it and warns about the old name.
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Result = TypeVar("Result")
+
+
+class ExpertParallel(ABC):
+    """The exchange between ranks. T rows of this rank; ``counts[p]`` rows of rank p, the same list on every rank.
+
+    As a context manager it closes the group, or tells the other ranks the exception that ended the block.
+    """
+
+    rank: int = 0
+    world: int = 1
+
+    def __init__(self) -> None:
+        self.step = 0  # steps begun so far, counted by gather_counts; for messages
+        self.collectives: Counter[str] = Counter()  # collectives this rank took part in, by name
+
+    @property
+    def num_collectives(self) -> int:
+        """Number of collectives so far. Equal on all ranks whenever they are between two steps."""
+        return self.collectives.total()
+
+    def gather_counts(self, num_tokens: int) -> list[int]:
+        """Begin a step: tell the others how many tokens this rank has in it. Returns the counts of all ranks."""
+        if num_tokens < 0:
+            raise ValueError(f"parallel.gather_counts: num_tokens must be >= 0, got {num_tokens}")
+        self.step += 1
+        return self._gather_counts(num_tokens)
+
+    def all_gather(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """rows [T, ...] of any dtype on every rank -> [sum(counts), ...], rank 0's rows first."""
+        self._check_rows("all_gather", rows, self._own_count(counts))
+        return self._all_gather(rows, counts)
+
+    def all_gather_expert_ids(self, ids: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """all_gather of routed expert ids [T, k]; :class:`Loopback` varies them per stand-in rank."""
+        return self.all_gather(ids, counts)
+
+    def reduce_scatter(
+        self, partial: torch.Tensor, counts: list[int], *, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """partial [sum(counts), ...] of every rank -> [T, ...], the sum over ranks of this rank's rows.
+
+        The sum is taken in float32 in ascending rank order and rounded once, to out_dtype (None: partial's dtype).
+        """
+        self._own_count(counts)
+        self._check_rows("reduce_scatter", partial, sum(counts))
+        return self._reduce_scatter(partial, counts).to(out_dtype or partial.dtype)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Picklable values of all ranks, in rank order. For results at the end of a job, not for steps."""
+        return [value]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        return
+
+    def close(self) -> None:
+        """Leave the group. Idempotent."""
+        return
+
+    def abort(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed; they end. Idempotent."""
+        return
+
+    def __enter__(self) -> ExpertParallel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        else:
+            self.abort(error)
+
+    def _own_count(self, counts: list[int]) -> int:
+        if len(counts) != self.world:
+            raise ValueError(f"parallel: counts must have one entry per rank (world={self.world}), got {counts}")
+        return counts[self.rank]
+
+    def _check_rows(self, op: str, rows: torch.Tensor, wanted: int) -> None:
+        if rows.dim() == 0 or rows.shape[0] != wanted:
+            raise ValueError(
+                f"parallel.{op}: rank {self.rank} must pass {wanted} rows (its counts), got shape {list(rows.shape)}"
+            )
+
+    @abstractmethod
+    def _gather_counts(self, num_tokens: int) -> list[int]: ...
+
+    @abstractmethod
+    def _all_gather(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, partial: torch.Tensor, counts: list[int]) -> torch.Tensor: ...
+
+
+class SingleProcess(ExpertParallel):
+    """World of one rank: nothing is sent, nothing is copied."""
+
+    def _gather_counts(self, num_tokens: int) -> list[int]:
+        return [num_tokens]
+
+    def _all_gather(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        return rows
+
+    def _reduce_scatter(self, partial: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        return partial
+
+
+class Loopback(ExpertParallel):
+    """Rank 0 of ``world`` ranks in one process: the per-rank work of a step without the links.
+
+    The other ranks are stand-ins with this rank's own rows; their expert ids go through one fixed permutation of the
+    experts per stand-in, so that the local experts see ``world`` different token sets. Results describe work, not text:
+    the part that other ranks' experts would add is missing.
+    """
+
+    def __init__(self, world: int, num_experts: int) -> None:
+        super().__init__()
+        if world < 1 or num_experts < 1:
+            raise ValueError(f"Loopback: world and num_experts must be >= 1, got {world} and {num_experts}")
+        self.world = world
+        self.num_experts = num_experts
+        # [world * num_experts]: entry p * num_experts + e is the expert that stand-in p picks where rank 0 picks e.
+        permutations = [torch.arange(num_experts)]
+        for stand_in in range(1, world):
+            permutations.append(torch.randperm(num_experts, generator=torch.Generator().manual_seed(stand_in)))
+        self._permutations = torch.cat(permutations).to(torch.int32)
+        self._offsets = torch.arange(world) * num_experts
+
+    def _gather_counts(self, num_tokens: int) -> list[int]:
+        return [num_tokens] * self.world
+
+    def _all_gather(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        return rows.repeat(self.world, *[1] * (rows.dim() - 1))
+
+    def all_gather_expert_ids(self, ids: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """ids [T, k] -> [world * T, k]. The ids of a stand-in's token are not sorted."""
+        self._check_rows("all_gather_expert_ids", ids, self._own_count(counts))
+        if self._permutations.device != ids.device:
+            self._permutations = self._permutations.to(ids.device)
+            self._offsets = self._offsets.to(ids.device)
+        index = ids.unsqueeze(0) + self._offsets.view(-1, 1, 1)
+        return self._permutations[index].flatten(0, 1).to(ids.dtype)
+
+    def _reduce_scatter(self, partial: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        return partial[: counts[0]]
+
+
+class ProcessGroup(ExpertParallel):
+    """One process per rank over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors.
+
+    Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (and LOCAL_RANK for CUDA) as torchrun sets them. If a rank dies or
+    raises, every other rank ends with a non-zero exit and a message naming that rank and its step, within
+    HEARTBEAT_TIMEOUT_S + 5 s, whatever call it is blocked in.
+
+    Raises ValueError for a wrong environment and RuntimeError if not all ranks appear within start_timeout_s.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
+        step_timeout_s: float = STEP_TIMEOUT_S,
+    ) -> None:
+        super().__init__()
+        self.rank, self.world = _read_env("RANK"), _read_env("WORLD_SIZE")
+        if not 0 <= self.rank < self.world:
+            raise ValueError(f"parallel: RANK must be in 0..WORLD_SIZE-1, got RANK={self.rank} WORLD_SIZE={self.world}")
+        self.device = torch.device(device)
+        self._closed = False
+        if self.device.type == "cuda":  # before the group is made: NCCL binds to the current device
+            torch.cuda.set_device(self.device)
+        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _read_env("MASTER_PORT")
+        # torchrun's agent hosts the store; without it rank 0 does.
+        hosts_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        deadline = time.monotonic() + start_timeout_s
+        # Kept for the lifetime of the group: on the hosting rank it is the server.
+        self._store = _connect(address, port, self.rank, self.world, start_timeout_s, host=hosts_store)
+        self._watch = _Watchdog(
+            self,
+            dist.PrefixStore(f"mdi/watch/{attempt}", _connect(address, port, self.rank, self.world, start_timeout_s)),
+            hosts_store=hosts_store,
+            step_timeout_s=step_timeout_s,
+        )
+        self._watch.wait_for_all(deadline)
+        self._watch.start()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(f"mdi/group/{attempt}", self._store),
+            rank=self.rank,
+            world_size=self.world,
+            timeout=timedelta(seconds=step_timeout_s),
+        )
+
+    def _collective(self, name: str, call: Callable[[], Result]) -> Result:
+        """Run one collective under the watchdog. A failure first gives the watchdog time to name the rank behind it."""
+        if self._closed:
+            raise RuntimeError(f"parallel.{name}: the group is closed")
+        self.collectives[name] += 1
+        self._watch.waiting = (name, time.monotonic())
+        try:
+            return call()
+        except RuntimeError as error:
+            self._watch.let_it_name_the_culprit()
+            raise RuntimeError(f"parallel.{name}: rank {self.rank}, step {self.step}: {error}") from error
+        finally:
+            self._watch.waiting = None
+
+    def _gather_counts(self, num_tokens: int) -> list[int]:
+        own = torch.tensor([num_tokens], dtype=torch.int64)  # on the CPU: no device synchronisation
+        counts = torch.empty(self.world, dtype=torch.int64)
+        self._collective("gather_counts", lambda: _all_gather_into(counts, own))
+        return counts.tolist()
+
+    def _all_gather(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        longest = max(counts)
+        out_shape = (sum(counts), *rows.shape[1:])
+        if longest == 0 or rows.shape[1:].numel() == 0:  # the same on all ranks: nothing to send
+            return rows.new_empty(out_shape)
+        own = _as_bytes(rows)
+        if own.shape[0] < longest:  # pad to the largest count; the padding is cut off below
+            padded = own.new_zeros(longest, own.shape[1])
+            padded[: own.shape[0]] = own
+            own = padded
+        gathered = own.new_empty(self.world * longest, own.shape[1])
+        with stage(COMMUNICATION):
+            self._collective("all_gather", lambda: _all_gather_into(gathered, own))
+        if min(counts) < longest:
+            gathered = torch.cat([part[:count] for part, count in zip(gathered.split(longest), counts)])
+        return gathered.view(-1).view(rows.dtype).view(out_shape)
+
+    def _reduce_scatter(self, partial: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        # An all-to-all moves the same bytes as a ring reduce-scatter, takes uneven counts, and leaves the sum to us: in
+        # float32, in rank order, rounded once.
+        own_count = counts[self.rank]
+        shape = (own_count, *partial.shape[1:])
+        if max(counts) == 0 or partial.shape[1:].numel() == 0:
+            return partial.new_empty(shape)
+        send = _as_bytes(partial)
+        received = send.new_empty(self.world * own_count, send.shape[1])
+        with stage(COMMUNICATION):
+            self._collective(
+                "reduce_scatter",
+                lambda: dist.all_to_all_single(received, send, [own_count] * self.world, counts),
+            )
+        parts = received.view(-1).view(partial.dtype).view(self.world, *shape)
+        total = parts[0].to(torch.float32)
+        if total.data_ptr() == parts.data_ptr():
+            total = total.clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world
+        self._collective("all_gather_object", lambda: dist.all_gather_object(values, value))
+        return values
+
+    def barrier(self) -> None:
+        token = torch.zeros(1)
+        self._collective("barrier", lambda: dist.all_reduce(token))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.stop()
+        dist.destroy_process_group()
+        self._watch.say_goodbye()
+
+    def abort(self, error: BaseException) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        reason = f"rank {self.rank} failed at step {self.step}: {type(error).__name__}: {error}"
+        os.write(2, f"mini_deepinfer: {reason}\n".encode())
+        self._watch.publish(reason)
+
+
+class _Watchdog(threading.Thread):
+    """Ends this process when another rank is dead, has failed, or does not reach a collective.
+
+    A daemon thread with a store connection of its own. Every POLL_S seconds it reads the failure that another rank may
+    have published, publishes this rank's heartbeat, and looks for dead ranks: by pid on this host, else by silence.
+    It leaves through os._exit, since the main thread may be blocked in a collective for good.
+    """
+
+    def __init__(self, group: ProcessGroup, store: dist.Store, *, hosts_store: bool, step_timeout_s: float) -> None:
+        super().__init__(name="mdi-watchdog", daemon=True)
+        self.waiting: tuple[str, float] | None = None  # collective the main thread is in, and since when
+        self._group, self._store = group, store
+        self._hosts_store = hosts_store
+        self._step_timeout_s = step_timeout_s
+        self._host = socket.gethostname()
+        self._stop_event = threading.Event()
+        self._members: dict[int, tuple[str, int, str]] = {}
+        self._closed_ranks: set[int] = set()
+        self._beats: dict[int, tuple[str, float]] = {}
+        self._beat = 0
+        self._previous_hook = sys.excepthook
+
+    def wait_for_all(self, deadline: float) -> None:
+        """Publish this rank and wait for the others; RuntimeError naming the missing ranks at the deadline."""
+        group = self._group
+        pid = os.getpid()
+        self._store.set(f"member/{group.rank}", f"{self._host}\n{pid}\n{_process_start(pid) or ''}")
+        keys = [f"member/{rank}" for rank in range(group.world)]
+        try:
+            self._store.wait(keys, timedelta(seconds=max(0.1, deadline - time.monotonic())))
+        except RuntimeError:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise RuntimeError(
+                f"parallel: rank {group.rank} waited in vain for rank(s) {missing} of WORLD_SIZE={group.world}; "
+                "start every rank (torchrun does) or correct WORLD_SIZE"
+            ) from None
+        for rank, key in enumerate(keys):
+            host, pid_text, started = self._store.get(key).decode().split("\n")
+            self._members[rank] = (host, int(pid_text), started)
+
+    def start(self) -> None:
+        def publish_and_exit(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:  # an exception nobody caught: the others must not wait for this rank
+            self._previous_hook(kind, error, trace)
+            self._group.abort(error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+        sys.excepthook = publish_and_exit
+        super().start()
+
+    def run(self) -> None:
+        try:
+            while not self._stop_event.wait(POLL_S):
+                self._look()
+        except RuntimeError as error:  # the store's connection broke
+            if not self._stop_event.is_set():
+                self._look_for_dead_neighbours()
+                self._die(f"the rendezvous store is gone, so rank 0 or its launcher has ended ({_first_line(error)})")
+
+    def _look(self) -> None:
+        if self._store.check(["failure"]):
+            self._die(self._store.get("failure").decode())
+        self._beat += 1
+        state = f"{self._beat} {self._group.step} {self._group.num_collectives}"
+        self._store.set(f"beat/{self._group.rank}", state)
+        self._look_for_dead_neighbours()
+        for rank, (host, pid, _) in self._members.items():
+            if host == self._host or self._has_closed(rank):
+                continue
+            beat = self._read_beat(rank)
+            now = time.monotonic()
+            if rank not in self._beats or self._beats[rank][0] != beat:
+                self._beats[rank] = (beat, now)
+            elif now - self._beats[rank][1] > HEARTBEAT_TIMEOUT_S:
+                self._die(
+                    f"rank {rank} (pid {pid} on {host}) has been silent for {HEARTBEAT_TIMEOUT_S:.0f} s, "
+                    f"at step {self._group.step} of this rank"
+                )
+        waiting = self.waiting
+        if waiting is not None and time.monotonic() - waiting[1] > self._step_timeout_s:
+            self._die(self._describe_stragglers(waiting[0]))
+
+    def _look_for_dead_neighbours(self) -> None:
+        for rank, (host, pid, started) in self._members.items():
+            if host != self._host or not started or _process_start(pid) == started:
+                continue
+            try:
+                if self._has_closed(rank):
+                    continue
+                if self._store.check(["failure"]):  # it said why before it ended
+                    self._die(self._store.get("failure").decode())
+            except RuntimeError:
+                pass  # it hosted the store
+            self._die(f"rank {rank} (pid {pid}) died without a word, at step {self._group.step} of this rank")
+
+    def _has_closed(self, rank: int) -> bool:
+        if rank not in self._closed_ranks and self._store.check([f"closed/{rank}"]):
+            self._closed_ranks.add(rank)
+        return rank in self._closed_ranks
+
+    def _read_beat(self, rank: int) -> str:
+        key = f"beat/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _describe_stragglers(self, collective: str) -> str:
+        counts = {}
+        for rank in self._members:
+            beat = self._read_beat(rank).split()
+            counts[rank] = int(beat[2]) if beat else 0
+        most = max(counts.values())
+        behind = [f"rank {rank} (collective {count} of {most})" for rank, count in counts.items() if count < most]
+        return f"{collective} at step {self._group.step} has waited {self._step_timeout_s:.0f} s for " + (
+            ", ".join(behind) or "its data; every rank has entered it"
+        )
+
+    def publish(self, reason: str) -> None:
+        """Tell the other ranks why this one ends; the first reason counts."""
+        self._stop_event.set()
+        try:
+            self._store.compare_set("failure", "", reason)
+            if self._hosts_store:
+                time.sleep(4 * POLL_S)  # the store ends with this process: let the others read it first
+        except RuntimeError:
+            pass  # no store, nobody to tell; they notice the dead store or the dead pid
+
+    def _die(self, reason: str) -> None:
+        text = f"mini_deepinfer: rank {self._group.rank} ends: {reason}\n"
+        os.write(2, text.encode())
+        self.publish(reason)
+        os._exit(1)
+
+    def let_it_name_the_culprit(self) -> None:
+        """Called by the main thread after a failed collective: the thread normally ends the process in this time."""
+        remote = any(host != self._host for host, _, _ in self._members.values())
+        time.sleep(HEARTBEAT_TIMEOUT_S + 2 if remote else 4 * POLL_S)
+        if self._stop_event.is_set():  # it is telling the others
+            self.join(timeout=10)
+
+    def stop(self) -> None:
+        """Stop watching: this rank leaves in order."""
+        self._stop_event.set()
+        sys.excepthook = self._previous_hook
+        self.join(timeout=5)
+
+    def say_goodbye(self) -> None:
+        """Tell the others that this rank has left; the host of the store stays until all have."""
+        self._store.set(f"closed/{self._group.rank}", "1")
+        if self._hosts_store:
+            for rank in range(self._group.world):
+                while not self._has_closed(rank):
+                    host, pid, started = self._members[rank]
+                    if host == self._host and started and _process_start(pid) != started:
+                        break
+                    time.sleep(0.05)
+
+
+def make_parallel(
+    device: torch.device | str, *, ep_size: int = 1, ep_loopback: int = 1, num_experts: int
+) -> ExpertParallel:
+    """The exchange for this process: a loopback, the group that the launcher's environment describes, or none.
+
+    Raises ValueError if ep_size does not match WORLD_SIZE, or if ep_loopback is combined with more than one process.
+    """
+    world = _read_env("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
+    if ep_loopback > 1:
+        if world > 1:
+            raise ValueError(f"parallel: ep_loopback={ep_loopback} is for one process, but WORLD_SIZE={world}")
+        return Loopback(ep_loopback, num_experts)
+    if ep_size not in (1, world):
+        raise ValueError(
+            f"parallel: ep_size={ep_size} needs that many processes, got WORLD_SIZE={world}; "
+            f"start with torchrun --nproc-per-node {ep_size}"
+        )
+    return ProcessGroup(device) if world > 1 else SingleProcess()
+
+
+def local_device(device: str) -> torch.device:
+    """The device of this process: "cpu", or the GPU with the index LOCAL_RANK; made current.
+
+    Raises ValueError for another name, a missing LOCAL_RANK under a launcher, or a LOCAL_RANK without a GPU.
+    """
+    wanted = torch.device(device)
+    if wanted.type == "cpu":
+        return wanted
+    if wanted.type != "cuda":
+        raise ValueError(f"device must be cpu or cuda, got {device!r}")
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
+        raise ValueError("device cuda: this machine (or this build of torch) has no GPU; use --device cpu")
+    if wanted.index is not None:
+        index = wanted.index
+    elif "LOCAL_RANK" in os.environ:
+        index = _read_env("LOCAL_RANK")
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("device cuda: WORLD_SIZE is set but LOCAL_RANK is not, so the GPU of this rank is unknown")
+    else:
+        index = torch.cuda.current_device()
+    if not 0 <= index < num_gpus:
+        raise ValueError(f"device cuda: LOCAL_RANK={index} but there are {num_gpus} GPUs; start one process per GPU")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _connect(address: str, port: int, rank: int, world: int, timeout_s: float, *, host: bool = False) -> dist.TCPStore:
+    try:
+        return dist.TCPStore(
+            address,
+            port,
+            world,
+            is_master=host,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        if host:
+            what = f"cannot listen on MASTER_PORT={port}; is the port taken? (torchrun --standalone picks a free one)"
+        else:
+            what = f"found no store at {address}:{port} within {timeout_s:.0f} s; is rank 0 running?"
+        raise RuntimeError(f"parallel: rank {rank} {what} ({_first_line(error)})") from error
+
+
+def _read_env(name: str) -> int:
+    text = os.environ.get(name)
+    try:
+        return int(text if text is not None else "")
+    except ValueError:
+        raise ValueError(f"parallel: {name} must be an integer, got {text!r}; start the ranks with torchrun") from None
+
+
+def _process_start(pid: int) -> str | None:
+    """Start time of a running process, None if it has ended (or is a zombie): tells a pid from a reused one."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """[T, ...] of any dtype -> uint8 [T, bytes of a row]: collectives know no float8 and need none."""
+    row_bytes = rows.shape[1:].numel() * rows.element_size()
+    return rows.contiguous().view(-1).view(torch.uint8).view(rows.shape[0], row_bytes)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
