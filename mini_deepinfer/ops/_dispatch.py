@@ -75,7 +75,7 @@ _CAPABILITY = {"sm90": (9, 0), "sm100": (10, 0)}  # an implementation that is no
 
 
 def library_name(op: str, impl: str) -> str:
-    """Name in torch.ops.mini_deepinfer: ("attention.sparse", "sm90") -> "attention_sparse_sm90"; portable has no suffix."""
+    """Name in torch.ops.mini_deepinfer: ("moe.route", "sm90") -> "moe_route_sm90"; portable has no suffix."""
     return op.replace(".", "_") + ("" if impl == "portable" else f"_{impl}")
 
 
@@ -209,7 +209,8 @@ def why_not(op: str, impl: str, device: torch.device) -> str | None:
             f"{capability[0]}.{capability[1]} (this build has {built})"
         )
     if not _extension.has_op(library_name(op, impl)):
-        return f"this build ({built}, commit {(_extension.build_record() or {}).get('commit')}) does not hold {library_name(op, impl)}"
+        commit = (_extension.build_record() or {}).get("commit")
+        return f"this build ({built}, commit {commit}) does not hold {library_name(op, impl)}"
     return None
 
 
