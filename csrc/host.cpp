@@ -33,12 +33,25 @@ py::array_t<To> map(const Array<From>& x, F f) {
     return out;
 }
 
-// uint8 codes [.., n] -> bf16 bits, uint16; `per_byte` values of each `bytes` bytes
+// packed uint8 [n] -> bf16 bits [2n], a byte at a time
 py::array_t<uint16_t> fp4_to_bf16(const Array<uint8_t>& packed) {
     py::array_t<uint16_t> out(packed.size() * 2);
     for (py::ssize_t i = 0; i < packed.size(); ++i) {
         const uint32_t pair = mdi::fp4x2_to_bf16x2(packed.data()[i]);
         std::memcpy(out.mutable_data() + 2 * i, &pair, 4);
+    }
+    return out;
+}
+
+// the same a word at a time, n % 4 == 0
+py::array_t<uint16_t> fp4_words_to_bf16(const Array<uint8_t>& packed) {
+    if (packed.size() % 4) throw py::value_error("fp4_words_to_bf16_bits: packed must hold a multiple of 4 bytes");
+    py::array_t<uint16_t> out(packed.size() * 2);
+    for (py::ssize_t i = 0; i < packed.size(); i += 4) {
+        uint32_t word, pairs[4];
+        std::memcpy(&word, packed.data() + i, 4);
+        mdi::fp4x8_to_bf16x8(word, pairs);
+        std::memcpy(out.mutable_data() + 2 * i, pairs, 16);
     }
     return out;
 }
@@ -99,5 +112,6 @@ PYBIND11_MODULE(_host, m) {
     m.def("mxfp4_scale", [](const Array<float>& x) { return map<uint8_t>(x, mdi::mxfp4_scale); });
     m.def("nvfp4_scale", [](const Array<float>& x) { return map<uint8_t>(x, mdi::nvfp4_scale); });
     m.def("fp4_to_bf16_bits", &fp4_to_bf16, "packed uint8 [n] -> bf16 bits uint16 [2n], low nibble first");
+    m.def("fp4_words_to_bf16_bits", &fp4_words_to_bf16, "the same through the four-byte decoder; n a multiple of 4");
     m.def("fp8_to_bf16_bits", &fp8_to_bf16, "codes uint8 [n], n even -> bf16 bits uint16 [n]");
 }

@@ -1,9 +1,68 @@
-// Params structs and launcher declarations of the attention kernels. No torch in here.
+// Attention over packed KV rows: parameters and launchers. No torch in here (style guide 3).
+//
+// Packed rows (uint8, model spec 4.4): a window row is D E4M3 codes then D/32 E8M0 bytes (528 B at D = 512); a
+// compressed row is D/2 bytes of E2M1 pairs (even element in the low nibble) then D/16 E4M3 bytes (288 B).
 #pragma once
+
+#include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
 namespace mdi::attention {
+
+constexpr int kHeadDim = 512;  // the only D the sparse kernels take
+constexpr int kWindowRowBytes = kHeadDim + kHeadDim / 32;
+constexpr int kCompressedRowBytes = kHeadDim / 2 + kHeadDim / 16;
+constexpr int kMaxHeads = 128;
+
+struct WriteRowsParams {
+    int num_rows;             // T or G
+    int dim;                  // D
+    const __nv_bfloat16* in;  // [num_rows, D]
+    int64_t in_stride;        // elements between rows of `in`, a multiple of 8
+    uint8_t* rows;            // [S, row bytes], contiguous
+    const int32_t* slots;     // [num_rows], destination row, negative = skip
+    cudaStream_t stream;
+};
+
+struct CompressParams {
+    int num_groups;             // G
+    int ratio;                  // r, tokens per group
+    int dim;                    // D, a multiple of 4
+    int num_tokens;             // T; a group row v >= T means row v - T of the tail buffers
+    const float* kv;            // [T, D]
+    const float* score;         // [T, D]; nullptr when r == 1
+    const float* tail_kv;       // [tail rows, D] or nullptr
+    const float* tail_score;    // [tail rows, D] or nullptr
+    const int32_t* group_rows;  // [G, r]
+    __nv_bfloat16* out;         // [G, D]
+    cudaStream_t stream;
+};
+
+struct SparseParams {
+    int num_tokens;                 // T
+    int num_heads;                  // H, a multiple of 4, at most kMaxHeads
+    int num_window;                 // W, window lanes of a token
+    int num_picks;                  // K, compressed lanes of a token; 0 = none
+    int num_window_rows;            // rows of the window pool
+    int num_compressed_rows;        // rows of the compressed pool
+    float softmax_scale;            // multiplies q.k in float32, before the running max
+    const __nv_bfloat16* q;         // [T, H, 512]
+    int64_t q_stride_token;         // in elements, a multiple of 8
+    const uint8_t* window;          // [num_window_rows, 528]
+    const int32_t* window_idx;      // [T, W], pool row, -1 = none
+    const uint8_t* compressed;      // [num_compressed_rows, 288] or nullptr
+    const int32_t* compressed_idx;  // [T, K] or nullptr
+    const int32_t* compressed_len;  // [T] or nullptr (= K): lanes at or past it are ignored whatever they hold
+    const float* sink;              // [H], a scaled logit, only in the denominator
+    __nv_bfloat16* out;             // [T, H, 512], contiguous
+    cudaStream_t stream;
+};
+
+void launch_write_window(const WriteRowsParams& params);
+void launch_write_compressed(const WriteRowsParams& params);
+void launch_compress(const CompressParams& params);
+void launch_sparse(const SparseParams& params);
 
 }  // namespace mdi::attention

@@ -1,5 +1,7 @@
 // Tensors -> checks -> Params -> launch for the attention ops. Included by binding.cpp only.
 #pragma once
+#include <optional>
+
 #include "common/check.h"
 #ifdef MDI_WITH_CUDA
 #include "attention/attention.h"
@@ -7,10 +9,191 @@
 
 namespace mdi::attention {
 
-inline void define_attention(Library& m) { (void)m; }
+inline void define_attention(Library& m) {
+    m.def("attention_write_window(Tensor kv, Tensor(a!) rows, Tensor slots) -> ()");
+    m.def("attention_write_compressed(Tensor latent, Tensor(a!) rows, Tensor slots) -> ()");
+    m.def(
+        "attention_compress(Tensor kv, Tensor? score, Tensor? tail_kv, Tensor? tail_score, Tensor group_rows, "
+        "Tensor(a!) out) -> ()");
+    m.def(
+        "attention_sparse(Tensor q, Tensor window, Tensor window_idx, Tensor? compressed, Tensor? compressed_idx, "
+        "Tensor? compressed_len, Tensor sink, float softmax_scale, Tensor(a!) out) -> ()");
+}
 
 #ifdef MDI_WITH_CUDA
-inline void implement_attention(Library& m) { (void)m; }
+
+using OptionalTensor = std::optional<Tensor>;
+
+inline WriteRowsParams write_rows_params(const char* op, const char* name, const Tensor& in, const Tensor& rows,
+                                         const Tensor& slots, int64_t bytes_per_32, const DeviceScope& scope) {
+    check_cuda_tensor(op, name, in, scope.device);
+    check_dtype(op, name, in, {ScalarType::BFloat16});
+    if (in.dim() != 2) fail(op, name, "must have two dimensions, got ", list_string(in.sizes()));
+    const int64_t num_rows = in.size(0), dim = in.size(1);
+    if (dim == 0 || dim % 32 != 0) fail(op, name, "must have D a positive multiple of 32, got D=", dim);
+    check_stride(op, name, in, 1, 1);
+    check_align(op, name, in, 16);
+    const int64_t in_stride = num_rows > 1 ? in.stride(0) : dim;
+    if (in_stride % 8 != 0) fail(op, name, "must have a row stride that is a multiple of 8, got ", in_stride);
+    MDI_CHECK_DEVICE(op, rows, scope.device);
+    MDI_CHECK_DTYPE(op, rows, ScalarType::Byte);
+    MDI_CHECK(op, rows, rows.dim() == 2, "must have two dimensions, got ", list_string(rows.sizes()));
+    MDI_CHECK_SHAPE(op, rows, {"S", rows.size(0)}, {"row bytes", dim / 32 * bytes_per_32});
+    MDI_CHECK_CONTIGUOUS(op, rows);
+    MDI_CHECK_DEVICE(op, slots, scope.device);
+    MDI_CHECK_DTYPE(op, slots, ScalarType::Int);
+    MDI_CHECK_SHAPE(op, slots, {"rows", num_rows});
+    MDI_CHECK_CONTIGUOUS(op, slots);
+    MDI_CHECK_INT32(op, num_rows);
+    MDI_CHECK_INT32(op, dim);
+    return {static_cast<int>(num_rows), static_cast<int>(dim), data<const __nv_bfloat16>(in), in_stride,
+            data<uint8_t>(rows), data<const int32_t>(slots), scope.stream};
+}
+
+inline void write_window(const Tensor& kv, const Tensor& rows, const Tensor& slots) {
+    const DeviceScope scope(kv);
+    launch_write_window(write_rows_params("attention.write_window", "kv", kv, rows, slots, 33, scope));
+}
+
+inline void write_compressed(const Tensor& latent, const Tensor& rows, const Tensor& slots) {
+    const DeviceScope scope(latent);
+    launch_write_compressed(write_rows_params("attention.write_compressed", "latent", latent, rows, slots, 18, scope));
+}
+
+inline void compress(const Tensor& kv, const OptionalTensor& score, const OptionalTensor& tail_kv,
+                     const OptionalTensor& tail_score, const Tensor& group_rows, const Tensor& out) {
+    constexpr const char* op = "attention.compress";
+    const DeviceScope scope(kv);
+    MDI_CHECK(op, kv, kv.dim() == 2, "must have two dimensions, got ", list_string(kv.sizes()));
+    MDI_CHECK(op, group_rows, group_rows.dim() == 2, "must have two dimensions, got ", list_string(group_rows.sizes()));
+    const int64_t num_tokens = kv.size(0), dim = kv.size(1), num_groups = group_rows.size(0), ratio = group_rows.size(1);
+    MDI_CHECK(op, kv, dim > 0 && dim % 4 == 0, "must have D a positive multiple of 4, got D=", dim);
+    MDI_CHECK(op, group_rows, ratio >= 1, "must have r >= 1, got r=", ratio);
+    const auto check_float_rows = [&](const char* name, const Tensor& tensor, int64_t rows) {
+        check_cuda_tensor(op, name, tensor, scope.device);
+        check_dtype(op, name, tensor, {ScalarType::Float});
+        check_shape(op, name, tensor, {{"rows", rows}, {"D", dim}});
+        check_contiguous(op, name, tensor);
+        check_align(op, name, tensor, 16);
+    };
+    check_float_rows("kv", kv, num_tokens);
+    if (score) check_float_rows("score", *score, num_tokens);
+    if (!score && ratio != 1) fail(op, "score", "must be given when r > 1, got none with r=", ratio);
+    if (tail_kv) check_float_rows("tail_kv", *tail_kv, tail_kv->size(0));
+    if (tail_score) check_float_rows("tail_score", *tail_score, tail_score->size(0));
+    if (score && tail_kv.has_value() != tail_score.has_value())
+        fail(op, "tail_score", "must be given together with tail_kv");
+    MDI_CHECK_DEVICE(op, group_rows, scope.device);
+    MDI_CHECK_DTYPE(op, group_rows, ScalarType::Int);
+    MDI_CHECK_CONTIGUOUS(op, group_rows);
+    MDI_CHECK_DEVICE(op, out, scope.device);
+    MDI_CHECK_DTYPE(op, out, ScalarType::BFloat16);
+    MDI_CHECK_SHAPE(op, out, {"G", num_groups}, {"D", dim});
+    MDI_CHECK_CONTIGUOUS(op, out);
+    MDI_CHECK_ALIGN(op, out, 8);
+    MDI_CHECK_INT32(op, num_groups);
+    MDI_CHECK_INT32(op, num_tokens);
+    MDI_CHECK_INT32(op, ratio * dim);
+    launch_compress({static_cast<int>(num_groups), static_cast<int>(ratio), static_cast<int>(dim),
+                     static_cast<int>(num_tokens), data<const float>(kv), data<const float>(score),
+                     data<const float>(tail_kv), data<const float>(tail_score), data<const int32_t>(group_rows),
+                     data<__nv_bfloat16>(out), scope.stream});
+}
+
+inline SparseParams sparse_params(const Tensor& q, const Tensor& window, const Tensor& window_idx,
+                                  const OptionalTensor& compressed, const OptionalTensor& compressed_idx,
+                                  const OptionalTensor& compressed_len, const Tensor& sink, double softmax_scale,
+                                  const Tensor& out, const DeviceScope& scope) {
+    constexpr const char* op = "attention.sparse";
+    MDI_CHECK(op, q, q.dim() == 3, "must have three dimensions, got ", list_string(q.sizes()));
+    const int64_t num_tokens = q.size(0), num_heads = q.size(1);
+    MDI_CHECK_DTYPE(op, q, ScalarType::BFloat16);
+    MDI_CHECK_SHAPE(op, q, {"T", num_tokens}, {"H", num_heads}, {"D", kHeadDim});
+    MDI_CHECK(op, q, num_heads % 4 == 0 && num_heads >= 4 && num_heads <= kMaxHeads,
+              "must have H a multiple of 4 from 4 to ", kMaxHeads, ", got H=", num_heads);
+    MDI_CHECK_STRIDE(op, q, 2, 1);
+    MDI_CHECK_STRIDE(op, q, 1, kHeadDim);
+    MDI_CHECK_ALIGN(op, q, 16);
+    const int64_t q_stride = num_tokens > 1 ? q.stride(0) : num_heads * kHeadDim;
+    MDI_CHECK(op, q, q_stride % 8 == 0, "must have a token stride that is a multiple of 8, got ", q_stride);
+
+    const auto check_pool = [&](const char* name, const Tensor& pool, int64_t row_bytes) {
+        check_cuda_tensor(op, name, pool, scope.device);
+        check_dtype(op, name, pool, {ScalarType::Byte});
+        if (pool.dim() != 2) fail(op, name, "must have two dimensions, got ", list_string(pool.sizes()));
+        check_shape(op, name, pool, {{"S", pool.size(0)}, {"row bytes", row_bytes}});
+        check_contiguous(op, name, pool);
+        check_align(op, name, pool, 16);
+        check_int32(op, name, pool.size(0));
+    };
+    const auto check_lanes = [&](const char* name, const Tensor& lanes) {
+        check_cuda_tensor(op, name, lanes, scope.device);
+        check_dtype(op, name, lanes, {ScalarType::Int});
+        if (lanes.dim() != 2) fail(op, name, "must have two dimensions, got ", list_string(lanes.sizes()));
+        check_shape(op, name, lanes, {{"T", num_tokens}, {"lanes", lanes.size(1)}});
+        check_contiguous(op, name, lanes);
+        if (lanes.size(1) > (1 << 29)) fail(op, name, "has too many lanes: ", lanes.size(1));
+    };
+    check_pool("window", window, kWindowRowBytes);
+    check_lanes("window_idx", window_idx);
+    int64_t num_picks = 0;
+    if (compressed_idx && compressed) {
+        check_pool("compressed", *compressed, kCompressedRowBytes);
+        check_lanes("compressed_idx", *compressed_idx);
+        num_picks = compressed_idx->size(1);
+        if (compressed_len) {
+            check_cuda_tensor(op, "compressed_len", *compressed_len, scope.device);
+            check_dtype(op, "compressed_len", *compressed_len, {ScalarType::Int});
+            check_shape(op, "compressed_len", *compressed_len, {{"T", num_tokens}});
+            check_contiguous(op, "compressed_len", *compressed_len);
+        }
+    }
+    MDI_CHECK_DEVICE(op, sink, scope.device);
+    MDI_CHECK_DTYPE(op, sink, ScalarType::Float);
+    MDI_CHECK_SHAPE(op, sink, {"H", num_heads});
+    MDI_CHECK_CONTIGUOUS(op, sink);
+    MDI_CHECK_DEVICE(op, out, scope.device);
+    MDI_CHECK_DTYPE(op, out, ScalarType::BFloat16);
+    MDI_CHECK_SHAPE(op, out, {"T", num_tokens}, {"H", num_heads}, {"D", kHeadDim});
+    MDI_CHECK_CONTIGUOUS(op, out);
+    MDI_CHECK_ALIGN(op, out, 16);
+    MDI_CHECK_INT32(op, num_tokens);
+
+    SparseParams params = {};
+    params.num_tokens = static_cast<int>(num_tokens);
+    params.num_heads = static_cast<int>(num_heads);
+    params.num_window = static_cast<int>(window_idx.size(1));
+    params.num_picks = static_cast<int>(num_picks);
+    params.num_window_rows = static_cast<int>(window.size(0));
+    params.num_compressed_rows = num_picks > 0 ? static_cast<int>(compressed->size(0)) : 0;
+    params.softmax_scale = static_cast<float>(softmax_scale);
+    params.q = data<const __nv_bfloat16>(q);
+    params.q_stride_token = q_stride;
+    params.window = data<const uint8_t>(window);
+    params.window_idx = data<const int32_t>(window_idx);
+    params.compressed = num_picks > 0 ? data<const uint8_t>(compressed) : nullptr;
+    params.compressed_idx = num_picks > 0 ? data<const int32_t>(compressed_idx) : nullptr;
+    params.compressed_len = num_picks > 0 ? data<const int32_t>(compressed_len) : nullptr;
+    params.sink = data<const float>(sink);
+    params.out = data<__nv_bfloat16>(out);
+    params.stream = scope.stream;
+    return params;
+}
+
+template <void (*kLaunch)(const SparseParams&)>
+inline void sparse(const Tensor& q, const Tensor& window, const Tensor& window_idx, const OptionalTensor& compressed,
+                   const OptionalTensor& compressed_idx, const OptionalTensor& compressed_len, const Tensor& sink,
+                   double softmax_scale, const Tensor& out) {
+    const DeviceScope scope(q);
+    kLaunch(sparse_params(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, out, scope));
+}
+
+inline void implement_attention(Library& m) {
+    m.impl("attention_write_window", TORCH_BOX(&write_window));
+    m.impl("attention_write_compressed", TORCH_BOX(&write_compressed));
+    m.impl("attention_compress", TORCH_BOX(&compress));
+    m.impl("attention_sparse", TORCH_BOX(&sparse<launch_sparse>));
+}
 #endif
 
 }  // namespace mdi::attention

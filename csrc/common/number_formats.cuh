@@ -211,21 +211,31 @@ MDI_HOST_DEVICE uint32_t fp4x2_to_bf16x2(uint32_t byte) {
     return bf16x2_product(fp4x2_raw_bf16x2(byte), 0x7e807e80u);  // * 2^126
 }
 
-// Eight E2M1 codes (a little-endian word, element 0 in the lowest nibble) -> four bf16x2, elements in order.
+// Byte i of the result is byte (selector >> 4i & 7) of the eight bytes b:a (PTX: prmt.b32, no sign mode).
+MDI_HOST_DEVICE uint32_t byte_select(uint32_t a, uint32_t b, uint32_t selector) {
+#if defined(__CUDA_ARCH__)
+    return __byte_perm(a, b, selector);
+#else
+    const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+    uint32_t out = 0;
+    for (int i = 0; i < 4; ++i) out |= static_cast<uint32_t>(bytes >> (8 * (selector >> 4 * i & 7u)) & 0xffu) << 8 * i;
+    return out;
+#endif
+}
+
+// Eight E2M1 codes (a little-endian word, element 0 in the lowest nibble) -> four bf16x2, elements in order. A look-up in
+// registers: four magnitudes at once select the low and the high byte of their bf16 value; then signs go to bits 15, 31.
 MDI_HOST_DEVICE void fp4x8_to_bf16x8(uint32_t word, uint32_t (&out)[4]) {
 #if defined(__CUDA_ARCH__)
-    // byte look-up in registers: prmt picks the low and the high bf16 byte of four codes at once
 #pragma unroll
+#endif
     for (int half = 0; half < 2; ++half) {
         const uint32_t codes = word >> (16 * half);
-        const uint32_t low = __byte_perm(0xc0800000u, 0xc0804000u, codes & 0x7777u);
-        const uint32_t high = __byte_perm(0x3f3f3f00u, 0x40404040u, codes & 0x7777u);
-        out[2 * half] = __byte_perm(low, high, 0x5140) | (codes << 12 & 0x8000u) | (codes << 24 & 0x80000000u);
-        out[2 * half + 1] = __byte_perm(low, high, 0x7362) | (codes << 4 & 0x8000u) | (codes << 16 & 0x80000000u);
+        const uint32_t low = byte_select(0xc0800000u, 0xc0804000u, codes & 0x7777u);
+        const uint32_t high = byte_select(0x3f3f3f00u, 0x40404040u, codes & 0x7777u);
+        out[2 * half] = byte_select(low, high, 0x5140) | (codes << 12 & 0x8000u) | (codes << 24 & 0x80000000u);
+        out[2 * half + 1] = byte_select(low, high, 0x7362) | (codes << 4 & 0x8000u) | (codes << 16 & 0x80000000u);
     }
-#else
-    for (int i = 0; i < 4; ++i) out[i] = fp4x2_to_bf16x2(word >> (8 * i) & 0xffu);
-#endif
 }
 
 // Two E4M3 codes (low byte = even element) -> the pair times 2^-120, as bf16 bits; NaN codes give +-480 * 2^-120.

@@ -35,21 +35,24 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "elementwise.expand_fp4": ("portable",),
     #
     # -- elementwise: the rest
-    "elementwise.rmsnorm": (),
-    "elementwise.act_quant": (),
-    "elementwise.act_quant_folded": (),
-    "elementwise.fold_scales": (),
-    "elementwise.rope": (),
-    "elementwise.hc_mix": (),
-    "elementwise.hc_collapse": (),
-    "elementwise.hc_expand": (),
-    "elementwise.engram_gate": (),
+    "elementwise.rmsnorm": ("portable",),
+    "elementwise.rmsnorm_quant": ("portable",),
+    "elementwise.act_quant": ("portable",),
+    "elementwise.act_quant_folded": ("portable",),
+    "elementwise.fold_scales": ("portable",),
+    "elementwise.rope": ("portable",),
+    "elementwise.hc_mix": ("portable",),
+    "elementwise.hc_collapse": ("portable",),
+    "elementwise.hc_collapse_norm": ("portable",),
+    "elementwise.hc_collapse_norm_quant": ("portable",),
+    "elementwise.hc_expand": ("portable",),
+    "elementwise.engram_gate": ("portable",),
     #
     # -- attention
-    "attention.write_window": (),
-    "attention.compress": (),
-    "attention.write_compressed": (),
-    "attention.sparse": (),
+    "attention.write_window": ("portable",),
+    "attention.compress": ("portable",),
+    "attention.write_compressed": ("portable",),
+    "attention.sparse": ("portable",),
     #
     # -- indexer
     "indexer.write_keys": ("portable",),
@@ -61,18 +64,18 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "indexer.cache_rows": ("portable",),
     #
     # -- moe
-    "moe.route": (),
-    "moe.permute": (),
-    "moe.grouped_gemm": (),
-    "moe.swiglu_quant": (),
-    "moe.combine": (),
+    "moe.route": ("portable",),
+    "moe.permute": ("portable",),
+    "moe.grouped_gemm": ("portable",),
+    "moe.swiglu_quant": ("portable",),
+    "moe.combine": ("portable",),
 }
 
 _CAPABILITY = {"sm90": (9, 0), "sm100": (10, 0)}  # an implementation that is not listed runs on every built GPU
 
 
 def library_name(op: str, impl: str) -> str:
-    """Name in torch.ops.mini_deepinfer: ("attention.sparse", "sm90") -> "attention_sparse_sm90"; portable has no suffix."""
+    """Name in torch.ops.mini_deepinfer: ("moe.route", "sm90") -> "moe_route_sm90"; portable has no suffix."""
     return op.replace(".", "_") + ("" if impl == "portable" else f"_{impl}")
 
 
@@ -162,7 +165,7 @@ def difference(got: Any, wanted: Any) -> float:
 def run_self_test(op: str, impl: str, device: torch.device) -> tuple[str, float]:
     """Run op's self-test: (the implementation compared with, the difference). Raises what the kernel raises."""
     test = SELF_TESTS[op]
-    against = "portable" if impl != "portable" and _why_not(op, "portable", device) is None else "reference"
+    against = "portable" if impl != "portable" and why_not(op, "portable", device) is None else "reference"
     inputs = test.make(device)
     # a run may write into its inputs: each implementation gets its own
     return against, difference(test.run(inputs, impl), test.run(test.make(device), against))
@@ -193,7 +196,7 @@ def _gate(op: str, impl: str, index: int) -> bool:
 
 
 @functools.cache
-def _why_not(op: str, impl: str, device: torch.device) -> str | None:
+def why_not(op: str, impl: str, device: torch.device) -> str | None:
     """Why a compiled implementation cannot run on a CUDA device; None when it can."""
     if reason := _extension.device_problem(device):
         return reason
@@ -206,7 +209,8 @@ def _why_not(op: str, impl: str, device: torch.device) -> str | None:
             f"{capability[0]}.{capability[1]} (this build has {built})"
         )
     if not _extension.has_op(library_name(op, impl)):
-        return f"this build ({built}, commit {(_extension.build_record() or {}).get('commit')}) does not hold {library_name(op, impl)}"
+        commit = (_extension.build_record() or {}).get("commit")
+        return f"this build ({built}, commit {commit}) does not hold {library_name(op, impl)}"
     return None
 
 
@@ -219,7 +223,7 @@ def _log_once(level: int, message: str) -> None:
 def _best(op: str, device: torch.device) -> str:
     reasons = []
     for impl in IMPLEMENTATIONS[op]:
-        reason = _why_not(op, impl, device)
+        reason = why_not(op, impl, device)
         if reason is None and (impl != "sm100" or _gate(op, impl, device.index)):
             return impl
         reasons.append(f"{impl}: {reason or 'failed its self-test'}")
@@ -265,7 +269,7 @@ def select(op: str, tensor: Tensor, *, impl: str | None = None, compute_dtype: t
     )
     if choice is None:
         return _best(op, device)
-    if reason := _why_not(op, choice, device):
+    if reason := why_not(op, choice, device):
         raise RuntimeError(f"{source}: {op}={choice} cannot run here: {reason}")
     return choice
 
@@ -279,10 +283,11 @@ def _describe(value: Any) -> str:
 def call(op: str, impl: str, *args: Any) -> None:
     """Launch the compiled implementation `impl` of `op`; honours MDI_LOG_OPS and MDI_SYNC."""
     name = library_name(op, impl)
-    if _flag("MDI_LOG_OPS"):
+    log_ops, sync = _flag("MDI_LOG_OPS"), _flag("MDI_SYNC")
+    if log_ops:
         log.warning("%s (%s): %s", op, impl, ", ".join(_describe(arg) for arg in args))
     getattr(torch.ops.mini_deepinfer, name)(*args)
-    if _flag("MDI_SYNC"):
+    if sync:
         try:
             torch.cuda.synchronize()
         except RuntimeError as error:

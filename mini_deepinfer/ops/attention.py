@@ -1,3 +1,237 @@
-"""Public ops of this stage; kernels are dispatched here once they exist."""
+"""Attention ops: packed KV rows, compressor pooling and sparse attention over the caches (model spec 4.3 to 4.6)."""
 
-from mini_deepinfer.ops.reference.attention import *  # noqa: F403
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mini_deepinfer.ops._dispatch import call, register_self_test, select
+from mini_deepinfer.ops.reference import attention as reference
+
+KERNEL_HEAD_DIM = 512  # the only D the compiled sparse attention takes
+MAX_HEADS = 128
+_COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check(op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: dict[str, int | None], like: Tensor) -> None:
+    """dtype, shape and device of one operand. shape: letter -> wanted size, None = any."""
+    letters = ", ".join(letter if size is None else f"{letter}={size}" for letter, size in shape.items())
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(_name(dtype) for dtype in dtypes)
+        raise TypeError(f"{op}: {name} must be {wanted} [{letters}], got {_name(tensor.dtype)} {list(tensor.shape)}")
+    fits = tensor.dim() == len(shape) and all(size in (None, got) for size, got in zip(shape.values(), tensor.shape, strict=True))
+    if not fits:
+        raise ValueError(f"{op}: {name} must be [{letters}], got {list(tensor.shape)}")
+    if tensor.device != like.device:
+        raise ValueError(f"{op}: {name} must be on {like.device} like the first operand, got {tensor.device}")
+
+
+def _write_rows(op: str, name: str, values: Tensor, rows: Tensor, slots: Tensor, bytes_per_32: int, impl: str | None) -> str | None:
+    """Checks shared by the two row writers. Returns the implementation, None when there is nothing to write."""
+    _check(op, name, values, _COMPUTE_DTYPES, {"rows": None, "D": None}, values)
+    count, dim = values.shape
+    if dim == 0 or dim % 32:
+        raise ValueError(f"{op}: {name} must have D a positive multiple of 32, got D={dim}")
+    _check(op, "rows", rows, (torch.uint8,), {"S": None, "row bytes": dim // 32 * bytes_per_32}, values)
+    _check(op, "slots", slots, (torch.int32,), {"rows": count}, values)
+    return select(op, values, impl=impl) if count else None
+
+
+def write_window(kv: Tensor, rows: Tensor, slots: Tensor, *, impl: str | None = None) -> None:
+    """Quantise window keys to FP8 rows and store them by slot (model spec 4.4).
+
+    Shapes: T tokens, S pool rows, D head dim, D % 32 == 0.
+        kv     [T, D]           bfloat16 or float32, after RoPE; last dim contiguous, row stride a multiple of 8
+        rows   [S, D + D/32]    uint8, contiguous: D E4M3 codes, then D/32 E8M0 scale bytes; written in place
+        slots  [T]              int32, destination row; negative = skip. Two equal slots: one of the two rows, unspecified
+    Returns: None. Rows without a slot are left as they are.
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape or device
+        RuntimeError           strides or alignment on CUDA; GPU or build cannot run it
+    Deterministic for distinct slots. Synchronises: no. NaN or Inf: the scale byte of its group is 255 (decodes to NaN).
+    Kernel: csrc/attention/write_rows.cu. Reference: ops.reference.attention.write_window.
+    """
+    op = "attention.write_window"
+    chosen = _write_rows(op, "kv", kv, rows, slots, 33, impl)
+    if chosen == "reference":
+        reference.write_window(kv, rows, slots)
+    elif chosen is not None:
+        call(op, chosen, kv, rows, slots)
+
+
+def write_compressed(latent: Tensor, rows: Tensor, slots: Tensor, *, impl: str | None = None) -> None:
+    """Quantise compressed latents to FP4 rows and store them by slot (model spec 4.4).
+
+    Shapes: G groups, S pool rows, D head dim, D % 32 == 0.
+        latent  [G, D]            bfloat16 or float32, after RoPE; last dim contiguous, row stride a multiple of 8
+        rows    [S, D/2 + D/16]   uint8, contiguous: D/2 bytes of E2M1 pairs (even element in the low nibble), then
+                                  D/16 E4M3 scales; written in place
+        slots   [G]               int32, destination row; negative = skip. Two equal slots: one of the two, unspecified
+    Returns: None. Rows without a slot are left as they are.
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape or device
+        RuntimeError           strides or alignment on CUDA; GPU or build cannot run it
+    Deterministic for distinct slots. Synchronises: no. NaN: the scale of its group is NaN; Inf saturates.
+    Kernel: csrc/attention/write_rows.cu. Reference: ops.reference.attention.write_compressed.
+    """
+    op = "attention.write_compressed"
+    chosen = _write_rows(op, "latent", latent, rows, slots, 18, impl)
+    if chosen == "reference":
+        reference.write_compressed(latent, rows, slots)
+    elif chosen is not None:
+        call(op, chosen, latent, rows, slots)
+
+
+def compress(
+    kv: Tensor,
+    score: Tensor | None,
+    tail_kv: Tensor | None,
+    tail_score: Tensor | None,
+    group_rows: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    impl: str | None = None,
+) -> Tensor:
+    """Pool r tokens to one row: softmax of the scores over the group, channel by channel, in float32 (model spec 4.3).
+
+    Shapes: T tokens, G groups, r tokens per group, D head dim.
+        kv          [T, D]      float32
+        score       [T, D]      float32; None (then r must be 1): the row itself, rounded
+        tail_kv     [tail, D]   float32 or None: rows kept from the step before
+        tail_score  [tail, D]   float32 or None, together with tail_kv
+        group_rows  [G, r]      int32; v < T is row v of kv, v >= T is row v - T of the tail
+        out_dtype   bfloat16 or float32
+    Returns:
+        [G, D] out_dtype
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape, device or combination
+        RuntimeError           strides or alignment on CUDA; GPU or build cannot run it
+    Deterministic. Synchronises: no. Workspace: none. NaN propagates. Rows outside kv and the tail are the caller's error.
+    Kernel: csrc/attention/compress.cu. Reference: ops.reference.attention.compress.
+    """
+    op = "attention.compress"
+    _check(op, "kv", kv, (torch.float32,), {"T": None, "D": None}, kv)
+    tokens, dim = kv.shape
+    _check(op, "group_rows", group_rows, (torch.int32,), {"G": None, "r": None}, kv)
+    groups, ratio = group_rows.shape
+    if out_dtype not in _COMPUTE_DTYPES:
+        raise TypeError(f"{op}: out_dtype must be bfloat16 or float32, got {_name(out_dtype)}")
+    if ratio < 1 or (score is None and ratio != 1):
+        raise ValueError(f"{op}: score must be given unless r = 1, got group_rows {list(group_rows.shape)} and no score")
+    if (tail_kv is None) != (tail_score is None):
+        raise ValueError(f"{op}: tail_kv and tail_score must be given together, got only one of them")
+    if score is not None:
+        _check(op, "score", score, (torch.float32,), {"T": tokens, "D": dim}, kv)
+    if tail_kv is not None and tail_score is not None:
+        _check(op, "tail_kv", tail_kv, (torch.float32,), {"tail": None, "D": dim}, kv)
+        _check(op, "tail_score", tail_score, (torch.float32,), {"tail": tail_kv.shape[0], "D": dim}, kv)
+    if groups == 0:
+        return torch.empty(0, dim, dtype=out_dtype, device=kv.device)
+    chosen = select(op, kv, impl=impl, compute_dtype=out_dtype)
+    if chosen == "reference":
+        return reference.compress(kv, score, tail_kv, tail_score, group_rows, out_dtype)
+    out = torch.empty(groups, dim, dtype=torch.bfloat16, device=kv.device)
+    call(op, chosen, kv, score, tail_kv, tail_score, group_rows, out)
+    return out
+
+
+def sparse(
+    q: Tensor,
+    window: Tensor,
+    window_idx: Tensor,
+    compressed: Tensor | None,
+    compressed_idx: Tensor | None,
+    compressed_len: Tensor | None,
+    sink: Tensor,
+    softmax_scale: float,
+    *,
+    out: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Attention of every token over its own window and picked compressed rows, K = V (model spec 4.5, 4.6).
+
+    Shapes: T tokens, H heads, D head dim, W window lanes, K picks, Sw and Sc pool rows.
+        q               [T, H, D]            bfloat16 or float32; heads and dims contiguous, any token stride % 8 == 0
+        window          [Sw, D + D/32]       uint8, packed FP8 rows
+        window_idx      [T, W]               int32, row of `window`; negative = skip, anywhere
+        compressed      [Sc, D/2 + D/16]     uint8, packed FP4 rows, or None
+        compressed_idx  [T, K]               int32, row of `compressed`; negative = skip, anywhere; None with compressed
+        compressed_len  [T]                  int32 or None (= K): lanes at or past it are ignored whatever they hold
+        sink            [H]                  float32, a scaled logit; only in the softmax denominator
+        softmax_scale   float                multiplies q.k in float32, before the running maximum
+        out             [T, H, D]            like q, contiguous, optional; must not overlap q
+    Returns:
+        [T, H, D] of q's dtype; a token without a valid lane gives exactly 0
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape, device or combination; D or H that no kernel takes
+        RuntimeError           strides or alignment on CUDA; GPU or build cannot run it
+    The slots are the window lanes, then the compressed lanes, in blocks of 64; a row may be listed more than once.
+    Skipped lanes are never read through; the kernels also skip rows outside the pool. Probabilities are rounded to q's
+    dtype for the product with the values, not for their sum. Deterministic, and independent of the other tokens.
+    Synchronises: no. Workspace: none. NaN in a valid lane makes its heads NaN.
+    Kernels (D = 512, H a multiple of 4 up to 128): csrc/attention/sparse.cu. Reference: ops.reference.attention.sparse.
+    """
+    op = "attention.sparse"
+    _check(op, "q", q, _COMPUTE_DTYPES, {"T": None, "H": None, "D": None}, q)
+    tokens, heads, dim = q.shape
+    if dim == 0 or dim % 32:
+        raise ValueError(f"{op}: q must have D a positive multiple of 32, got D={dim}")
+    _check(op, "window", window, (torch.uint8,), {"Sw": None, "row bytes": dim + dim // 32}, q)
+    _check(op, "window_idx", window_idx, (torch.int32,), {"T": tokens, "W": None}, q)
+    if (compressed is None) != (compressed_idx is None):
+        raise ValueError(f"{op}: compressed and compressed_idx must be given together, got only one of them")
+    if compressed is not None and compressed_idx is not None:
+        _check(op, "compressed", compressed, (torch.uint8,), {"Sc": None, "row bytes": dim // 2 + dim // 16}, q)
+        _check(op, "compressed_idx", compressed_idx, (torch.int32,), {"T": tokens, "K": None}, q)
+    if compressed_len is not None:
+        if compressed is None:
+            raise ValueError(f"{op}: compressed_len needs compressed and compressed_idx, got neither")
+        _check(op, "compressed_len", compressed_len, (torch.int32,), {"T": tokens}, q)
+    _check(op, "sink", sink, (torch.float32,), {"H": heads}, q)
+    if out is None:
+        out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    else:
+        _check(op, "out", out, (q.dtype,), {"T": tokens, "H": heads, "D": dim}, q)
+    if tokens == 0:
+        return out
+    chosen = select(op, q, impl=impl)
+    if chosen == "reference":
+        return reference.sparse(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, out)
+    if dim != KERNEL_HEAD_DIM or heads % 4 or not 4 <= heads <= MAX_HEADS:
+        raise ValueError(
+            f"{op}: the CUDA kernels take D={KERNEL_HEAD_DIM} and H a multiple of 4 from 4 to {MAX_HEADS}, got D={dim} H={heads}. "
+            f"MDI_OPS={op}=reference runs any size (slow)."
+        )
+    call(op, chosen, q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, out)
+    return out
+
+
+# -- self-test of the sparse kernels ---------------------------------------------------------------------------------
+
+
+def _self_test_inputs(device: torch.device) -> dict[str, Any]:
+    """Five tokens: full, with holes, short, window only, empty; 68 heads, so that the second head block is ragged."""
+    tokens, heads, dim, window, picks = 5, 68, KERNEL_HEAD_DIM, 128, 200
+    gen = torch.Generator().manual_seed(0)
+    pools = [pack(torch.randn(300, dim, generator=gen).bfloat16()) for pack in (reference.pack_window, reference.pack_compressed)]
+    lanes = [torch.randint(300, (tokens, count), generator=gen, dtype=torch.int32) for count in (window, picks)]
+    lanes[0][1, ::3] = lanes[1][1, ::5] = -1
+    lanes[0][4] = -1
+    lengths = torch.tensor([picks, picks, 70, 0, 0], dtype=torch.int32)
+    q = torch.randn(tokens, heads, dim, generator=gen).bfloat16()
+    operands = {"q": q, "window": pools[0], "window_idx": lanes[0], "compressed": pools[1], "compressed_idx": lanes[1]}
+    operands |= {"compressed_len": lengths, "sink": torch.randn(heads, generator=gen)}
+    return {name: operand.to(device) for name, operand in operands.items()}
+
+
+def _self_test_run(inputs: dict[str, Any], impl: str) -> Tensor:
+    return sparse(**inputs, softmax_scale=KERNEL_HEAD_DIM**-0.5, impl=impl)
+
+
+register_self_test("attention.sparse", _self_test_inputs, _self_test_run, bound=2.0**-7)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fake_model import fake_config
 
 from mini_deepinfer.kv_cache import CacheGeometry, Caches, PageAllocator, PrefixCache, cache_bytes, page_bytes
+from tests.cpu.fake_model import fake_config
 
 
 def prefix_cache(num_pages: int = 16, *, budget: int = 4, salt: bytes = b"model") -> PrefixCache:
@@ -202,9 +202,7 @@ def test_geometry_refuses_a_page_that_splits_a_group() -> None:
         CacheGeometry.of(fake_config(), num_pages=2**24, page_size=256, num_slots=1, max_tokens=8)
 
 
-@pytest.mark.parametrize(
-    ("start", "boundary"), [(s, b) for s in (0, 3, 8, 11, 16, 20) for b in (4, 8, 12, 20, 24, 32) if b > s]
-)
+@pytest.mark.parametrize(("start", "boundary"), [(s, b) for s in (0, 3, 8, 11, 16, 20) for b in (4, 8, 12, 20, 24, 32) if b > s])
 def test_snapshot_equals_the_ring_of_a_step_that_ended_there(start: int, boundary: int) -> None:
     """Rows hold their position; the step start..35 passes the boundary and overwrites the ring."""
     config = fake_config()

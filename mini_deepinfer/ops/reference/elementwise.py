@@ -74,6 +74,11 @@ def rope(
     return out
 
 
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """torch.sigmoid rounds differently in the vectorised body and the tail of a CPU tensor: a row's bits would depend on its place."""
+    return 1 / (1 + torch.exp(-x))
+
+
 def sinkhorn(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
     """Row softmax then alternating normalisation of [..., n, n], ending on the columns (model spec 3.4)."""
     x = torch.softmax(logits, -1) + eps
@@ -100,8 +105,8 @@ def hc_mix(
     group = torch.tensor([0] * num_streams + [1] * num_streams + [2] * num_streams**2, device=streams.device)
     # one fused multiply-add: the product is exact in float64
     logits = (mixes.double() * scale[group].double() + base.double()).to(torch.float32)
-    pre = torch.sigmoid(logits[:, :num_streams]) + hc_eps
-    post = 2 * torch.sigmoid(logits[:, num_streams : 2 * num_streams])
+    pre = _sigmoid(logits[:, :num_streams]) + hc_eps
+    post = 2 * _sigmoid(logits[:, num_streams : 2 * num_streams])
     comb = sinkhorn(logits[:, 2 * num_streams :].unflatten(-1, (num_streams, num_streams)), sinkhorn_iters, hc_eps)
     return pre, post, comb
 
@@ -144,7 +149,7 @@ def engram_gate(
     rstd = torch.rsqrt(value.square().mean(-1) + eps) * torch.rsqrt(key.square().mean(-1) + eps)
     weight = q_weight.to(torch.float32) * k_weight.to(torch.float32)
     dot = (value * weight * key).sum(-1) * rstd * hidden**-0.5
-    gate = torch.sigmoid(torch.copysign(torch.sqrt(dot.abs().clamp(min=1e-6)), dot))
+    gate = _sigmoid(torch.copysign(torch.sqrt(dot.abs().clamp(min=1e-6)), dot))
     result = (value + gate[..., None] * addend).to(streams.dtype)
     if out is None:
         return result

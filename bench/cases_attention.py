@@ -1,0 +1,163 @@
+"""Cases of the attention ops: the measured step's shapes, with the index draws the peers were measured with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from bench.shapes import CONTEXT_TOKENS, STEP_TOKENS, Case, strata_rows
+
+from mini_deepinfer.ops import attention
+from mini_deepinfer.ops._dispatch import IMPLEMENTATIONS
+from mini_deepinfer.ops.reference import attention as reference
+
+HEADS, DIM, WINDOW = 64, 512, 128
+SCALE = DIM**-0.5
+WINDOW_BYTES, COMPRESSED_BYTES = DIM + DIM // 32, DIM // 2 + DIM // 16
+PICK_POOL = CONTEXT_TOKENS // 2  # model-like picks come from the rows before the window's part of the pool
+CHECKED_TOKENS = 4
+MAX_ERROR = 4e-3  # two bf16 steps at |o| < 0.5, which holds for these inputs
+
+Make = Callable[[torch.device], dict[str, Any]]
+
+
+def pools(window_rows: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Packed pools of standard normal rows."""
+    gen = torch.Generator(device).manual_seed(1)
+
+    def packed(rows: int, pack: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        parts = [pack(torch.randn(min(8192, rows - r), DIM, generator=gen, device=device).bfloat16()) for r in range(0, rows, 8192)]
+        return torch.cat(parts)
+
+    return {"window": packed(window_rows, reference.pack_window), "compressed": packed(CONTEXT_TOKENS, reference.pack_compressed)}
+
+
+def sparse_inputs(tokens: int, picks: int, kind: str) -> Make:
+    """kind "model": sliding windows, picks shared by 8 neighbours with probability 3/4; "random": nothing shared."""
+
+    def make(device: torch.device) -> dict[str, Any]:
+        gen = torch.Generator().manual_seed(2)
+        if kind == "model":
+            window_rows = tokens + WINDOW
+            window_idx = (torch.arange(tokens)[:, None] + torch.arange(WINDOW)).int()
+        else:
+            window_rows = CONTEXT_TOKENS
+            window_idx = strata_rows(tokens, WINDOW, window_rows, gen)
+        inputs: dict[str, Any] = pools(window_rows, device)
+        on_device = torch.Generator(device).manual_seed(3)
+        inputs["q"] = torch.randn(tokens, HEADS, DIM, generator=on_device, device=device).bfloat16()
+        inputs["window_idx"] = window_idx.to(device)
+        inputs["sink"] = torch.randn(HEADS, generator=on_device, device=device)
+        inputs["compressed_idx"] = inputs["compressed_len"] = None
+        if picks:
+            shared_by, rows = (8, PICK_POOL) if kind == "model" else (1, CONTEXT_TOKENS)
+            inputs["compressed_idx"] = strata_rows(tokens, picks, rows, gen, shared_by=shared_by).to(device)
+            inputs["compressed_len"] = torch.full((tokens,), picks, dtype=torch.int32, device=device)
+        else:
+            inputs["compressed"] = None
+        inputs["out"] = torch.empty_like(inputs["q"])
+        return inputs
+
+    return make
+
+
+def run_sparse(inputs: dict[str, Any], impl: str) -> torch.Tensor:
+    return attention.sparse(
+        inputs["q"], inputs["window"], inputs["window_idx"], inputs["compressed"], inputs["compressed_idx"],
+        inputs["compressed_len"], inputs["sink"], SCALE, out=inputs["out"], impl=impl,
+    )  # fmt: skip
+
+
+def check_sparse(inputs: dict[str, Any], out: torch.Tensor) -> float:
+    """Maximal error of a few tokens against the float32 reference."""
+    tokens = inputs["q"].shape[0]
+    pick = torch.linspace(0, tokens - 1, min(CHECKED_TOKENS, tokens), device=out.device).long()
+    rows = {key: None if inputs[key] is None else inputs[key][pick] for key in ("window_idx", "compressed_idx", "compressed_len")}
+    wanted = reference.sparse(
+        inputs["q"][pick].float(), inputs["window"], rows["window_idx"], inputs["compressed"], rows["compressed_idx"],
+        rows["compressed_len"], inputs["sink"], SCALE,
+    )  # fmt: skip
+    error = float((out[pick].float() - wanted).abs().max())
+    if not error <= MAX_ERROR:
+        raise ValueError(f"max error {error:.3e} over {MAX_ERROR:.1e}")
+    return error
+
+
+def sparse_case(tokens: int, picks: int, kind: str) -> Case:
+    """Floor: 4 T H (W + K) D operations; q and out once, and every packed row that is used at least once."""
+    lanes = WINDOW + picks
+    used = min(CONTEXT_TOKENS if kind == "random" else PICK_POOL, tokens * picks)
+    rows = (min(tokens + WINDOW, tokens * WINDOW) if kind == "model" else min(CONTEXT_TOKENS, tokens * WINDOW)) * WINDOW_BYTES
+    return Case(
+        op="attention.sparse",
+        name=f"T={tokens} H={HEADS} K={lanes} {kind}",
+        params={"T": tokens, "H": HEADS, "D": DIM, "W": WINDOW, "K": picks, "indices": kind, "dtype": "bf16"},
+        make=sparse_inputs(tokens, picks, kind),
+        run=run_sparse,
+        check=check_sparse,
+        flops=4.0 * tokens * HEADS * lanes * DIM,
+        bytes=4.0 * tokens * HEADS * DIM + rows + used * COMPRESSED_BYTES + 4.0 * tokens * lanes,
+        impls=IMPLEMENTATIONS["attention.sparse"],
+    )
+
+
+def write_case(op: str, tokens: int, row_bytes: int) -> Case:
+    kernel, pack = getattr(attention, op), getattr(reference, op.replace("write", "pack"))
+
+    def make(device: torch.device) -> dict[str, Any]:
+        gen = torch.Generator(device).manual_seed(4)
+        values = torch.randn(tokens, DIM, generator=gen, device=device).bfloat16()
+        slots = torch.randperm(2 * tokens, generator=torch.Generator().manual_seed(4))[:tokens].int().to(device)
+        return {"values": values, "slots": slots, "rows": torch.zeros(2 * tokens, row_bytes, dtype=torch.uint8, device=device)}
+
+    def run(inputs: dict[str, Any], impl: str) -> torch.Tensor:
+        kernel(inputs["values"], inputs["rows"], inputs["slots"], impl=impl)
+        return inputs["rows"]
+
+    def check(inputs: dict[str, Any], rows: torch.Tensor) -> float:
+        wrong = int((rows[inputs["slots"].long()] != pack(inputs["values"])).sum())
+        if wrong:
+            raise ValueError(f"{wrong} bytes differ")
+        return 0.0
+
+    return Case(
+        op=f"attention.{op}", name=f"T={tokens}", params={"T": tokens, "D": DIM, "dtype": "bf16"}, make=make, run=run, check=check,
+        flops=0.0, bytes=float(tokens * (2 * DIM + row_bytes + 4)), impls=IMPLEMENTATIONS[f"attention.{op}"],
+    )  # fmt: skip
+
+
+def compress_case(tokens: int, ratio: int) -> Case:
+    groups = tokens // ratio
+
+    def make(device: torch.device) -> dict[str, Any]:
+        gen = torch.Generator(device).manual_seed(5)
+        kv, score = (torch.randn(tokens, DIM, generator=gen, device=device) for _ in range(2))
+        rows = torch.arange(groups * ratio, dtype=torch.int32, device=device).view(groups, ratio)
+        return {"args": (kv, score if ratio > 1 else None, None, None, rows)}
+
+    def run(inputs: dict[str, Any], impl: str) -> torch.Tensor:
+        return attention.compress(*inputs["args"], torch.bfloat16, impl=impl)
+
+    def check(inputs: dict[str, Any], out: torch.Tensor) -> float:
+        error = float((out.float() - reference.compress(*inputs["args"], torch.float32)).abs().max())
+        if not error <= 0.016:  # one bf16 rounding at |x| < 8
+            raise ValueError(f"max error {error:.3e} over 1.6e-02")
+        return error
+
+    read = (4 if ratio == 1 else 8) * DIM * ratio
+    return Case(
+        op="attention.compress", name=f"T={tokens} r={ratio}", params={"T": tokens, "D": DIM, "r": ratio, "dtype": "f32"}, make=make,
+        run=run, check=check, flops=0.0, bytes=float(groups * (read + 2 * DIM + 4 * ratio)), impls=IMPLEMENTATIONS["attention.compress"],
+    )  # fmt: skip
+
+
+CASES: list[Case] = [
+    *(sparse_case(tokens, 512, kind) for tokens in (STEP_TOKENS, 256) for kind in ("model", "random")),
+    *(sparse_case(tokens, 0, "model") for tokens in (STEP_TOKENS, 256)),
+    *(sparse_case(tokens, 512, "model") for tokens in (8, 1)),
+    write_case("write_window", STEP_TOKENS, WINDOW_BYTES),
+    write_case("write_compressed", STEP_TOKENS, COMPRESSED_BYTES),
+    compress_case(STEP_TOKENS, 2),
+    compress_case(STEP_TOKENS, 1),
+]

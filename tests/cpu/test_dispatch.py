@@ -1,0 +1,246 @@
+"""Which implementation runs, and that wrong input never reaches the compiled library."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mini_deepinfer.ops import _dispatch, _extension, elementwise
+
+BF16 = torch.zeros(1, dtype=torch.bfloat16)
+
+
+def fake_cuda(dtype: torch.dtype = torch.bfloat16, index: int | None = 0) -> SimpleNamespace:
+    """What select() looks at, pretending to live on a GPU."""
+    return SimpleNamespace(device=SimpleNamespace(type="cuda", index=index), dtype=dtype)
+
+
+class StubLibrary:
+    """Stands in for torch.ops.mini_deepinfer: holds the named ops and counts calls."""
+
+    def __init__(self, *names: str) -> None:
+        self.calls: list[tuple[str, tuple]] = []
+        for name in names:
+            setattr(self, name, lambda *args, name=name: self.calls.append((name, args)))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A pretended H200 with a full build; change .capability, .archs or .library in a test."""
+    state = SimpleNamespace(capability=(9, 0), archs=("90a", "100a"), problem=None)
+    state.library = StubLibrary("moe_route", "attention_sparse", "attention_sparse_sm90", "attention_sparse_sm100")
+    monkeypatch.setitem(_dispatch.IMPLEMENTATIONS, "attention.sparse", ("sm90", "sm100", "portable"))
+    monkeypatch.setitem(_dispatch.IMPLEMENTATIONS, "moe.route", ("portable",))
+    monkeypatch.setitem(_dispatch.IMPLEMENTATIONS, "moe.combine", ())
+    monkeypatch.setattr(_extension, "available", lambda: state.problem is None)
+    monkeypatch.setattr(_extension, "problem", lambda: state.problem)
+    monkeypatch.setattr(_extension, "archs", lambda: state.archs)
+    monkeypatch.setattr(_extension, "has_op", lambda name: hasattr(state.library, name))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: state.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Pretended GPU")
+    monkeypatch.setattr(_dispatch, "SELF_TESTS", {})
+    monkeypatch.delenv("MDI_OPS", raising=False)
+    caches = (_dispatch._best, _dispatch.why_not, _dispatch._gate, _dispatch._log_once)
+    for cache in caches:
+        cache.cache_clear()
+    yield state
+    for cache in caches:
+        cache.cache_clear()
+
+
+# -- selection -------------------------------------------------------------------------------------------------------
+
+
+def test_cpu_tensors_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MDI_OPS", raising=False)
+    for op in _dispatch.IMPLEMENTATIONS:
+        assert _dispatch.select(op, BF16) == "reference"
+
+
+def test_best_implementation_of_the_device(machine: SimpleNamespace) -> None:
+    assert _dispatch.select("attention.sparse", fake_cuda()) == "sm90"
+    assert _dispatch.select("moe.route", fake_cuda()) == "portable"
+
+
+def test_an_op_without_a_kernel_takes_the_reference_and_says_so(machine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert _dispatch.select("moe.combine", fake_cuda()) == "reference"
+        assert _dispatch.select("moe.combine", fake_cuda()) == "reference"
+    assert [r.message for r in caplog.records if "moe.combine" in r.message] == [
+        "moe.combine has no CUDA kernel yet: the plain PyTorch reference runs on cuda:0"
+    ]
+
+
+def test_a_build_without_the_better_kernel_takes_the_next(machine: SimpleNamespace) -> None:
+    machine.library = StubLibrary("attention_sparse")
+    assert _dispatch.select("attention.sparse", fake_cuda()) == "portable"
+
+
+def test_float32_compute_takes_the_reference(machine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert _dispatch.select("attention.sparse", fake_cuda(torch.float32)) == "reference"
+    assert "float32 compute on CUDA" in caplog.text
+    assert _dispatch.select("moe.route", fake_cuda(torch.float32), compute_dtype=torch.bfloat16) == "portable"
+    assert _dispatch.select("moe.route", fake_cuda(torch.uint8)) == "portable"
+    with pytest.raises(RuntimeError, match="computes in bfloat16, got float32"):
+        _dispatch.select("attention.sparse", fake_cuda(torch.float32), impl="sm90")
+
+
+def test_explicit_choice(machine: SimpleNamespace) -> None:
+    for impl in ("sm90", "portable", "reference"):
+        assert _dispatch.select("attention.sparse", fake_cuda(), impl=impl) == impl
+    with pytest.raises(RuntimeError, match=r"sm100 needs compute capability 10.0, Pretended GPU has 9.0"):
+        _dispatch.select("attention.sparse", fake_cuda(), impl="sm100")
+    with pytest.raises(ValueError, match=r"no implementation 'fast'; it has sm90, sm100, portable, reference"):
+        _dispatch.select("attention.sparse", fake_cuda(), impl="fast")
+    with pytest.raises(RuntimeError, match="needs CUDA tensors, got a tensor on cpu"):
+        _dispatch.select("attention.sparse", BF16, impl="portable")
+
+
+def test_unknown_op_lists_the_ops(machine: SimpleNamespace) -> None:
+    with pytest.raises(ValueError, match=r"unknown op 'attention.dense'; the ops are .*attention.sparse"):
+        _dispatch.select("attention.dense", fake_cuda())
+
+
+@pytest.mark.parametrize("capability, archs", [((8, 6), ("90a", "100a")), ((12, 0), ("90a", "100a")), ((10, 0), ("90a",))])
+def test_unsupported_gpu_is_refused_by_name(machine: SimpleNamespace, capability, archs) -> None:
+    machine.capability, machine.archs = capability, archs
+    with pytest.raises(RuntimeError) as error:
+        _dispatch.select("moe.route", fake_cuda())
+    text = str(error.value)
+    assert f"compute capability {capability[0]}.{capability[1]}" in text and "Pretended GPU" in text
+    assert "moe.route" in text and "sm_90a" in text and "MDI_OPS=moe.route=reference" in text
+
+
+def test_missing_extension_is_named(machine: SimpleNamespace) -> None:
+    machine.problem = "the extension is not built: pip install --no-build-isolation -e ."
+    with pytest.raises(RuntimeError, match="extension is not built"):
+        _dispatch.select("moe.route", fake_cuda())
+    assert _dispatch.select("moe.route", fake_cuda(), impl="reference") == "reference"
+
+
+# -- MDI_OPS ---------------------------------------------------------------------------------------------------------
+
+
+def test_mdi_ops_by_name(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MDI_OPS", "attention.sparse=portable, moe.route=reference")
+    assert _dispatch.select("attention.sparse", fake_cuda()) == "portable"
+    assert _dispatch.select("moe.route", fake_cuda()) == "reference"
+    assert _dispatch.select("attention.sparse", fake_cuda(), impl="sm90") == "sm90"  # the caller's choice wins
+    assert _dispatch.select("attention.sparse", BF16) == "reference"  # nothing but the reference runs on the CPU
+    monkeypatch.setenv("MDI_OPS", "reference")
+    assert _dispatch.select("attention.sparse", fake_cuda()) == "reference"
+    monkeypatch.setenv("MDI_OPS", "attention.sparse=sm100")
+    with pytest.raises(RuntimeError, match=r"MDI_OPS: attention.sparse=sm100 cannot run here"):
+        _dispatch.select("attention.sparse", fake_cuda())
+
+
+@pytest.mark.parametrize("text, message", [
+    ("attention.dense=portable", r"unknown op 'attention.dense'; the ops are elementwise"),
+    ("moe.route=sm90", r"moe.route has no implementation 'sm90'; it has portable, reference"),
+    ("portable", r"'portable' must be op=implementation"),
+    ("moe.route=portable,", r"'' must be op=implementation"),
+    ("moe.route=portable,moe.route=reference", r"moe.route is given twice"),
+])  # fmt: skip
+def test_bad_mdi_ops(machine, monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
+    monkeypatch.setenv("MDI_OPS", text)
+    _dispatch.parse_choices.cache_clear()
+    with pytest.raises(ValueError, match=f"MDI_OPS: {message}"):
+        _dispatch.select("moe.route", BF16)
+    _dispatch.parse_choices.cache_clear()
+
+
+# -- the sm100 self-test gate ----------------------------------------------------------------------------------------
+
+
+def _self_test(results: dict[str, torch.Tensor]):
+    def run(inputs: dict, impl: str) -> torch.Tensor:
+        if isinstance(results[impl], Exception):
+            raise results[impl]
+        return results[impl]
+
+    return run
+
+
+@pytest.mark.parametrize("result, used", [
+    (torch.ones(4), "sm100"),
+    (torch.ones(4) * 1.5, "portable"),
+    (torch.full((4,), float("nan")), "portable"),
+    (RuntimeError("illegal instruction"), "portable"),
+    (None, "portable"),
+], ids=["agrees", "differs", "nan", "raises", "no test"])  # fmt: skip
+def test_sm100_gate(machine, caplog: pytest.LogCaptureFixture, result, used: str) -> None:
+    machine.capability = (10, 0)
+    if result is not None:
+        run = _self_test({"sm100": result, "portable": torch.ones(4)})
+        _dispatch.register_self_test("attention.sparse", lambda device: {}, run, bound=1e-2)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert _dispatch.select("attention.sparse", fake_cuda()) == used
+    warnings = [r for r in caplog.records if "attention.sparse" in r.message]
+    assert len(warnings) == (0 if used == "sm100" else 1)
+
+
+def test_difference() -> None:
+    one = torch.ones(3)
+    assert _dispatch.difference((one, one.int()), (one, one.int())) == 0
+    assert _dispatch.difference(one * 1.25, one) == 0.25
+    assert _dispatch.difference(one.int() + 1, one.int()) == float("inf")
+    assert _dispatch.difference(one, one[:2]) == float("inf")
+    nan = torch.tensor([1.0, float("nan")])
+    assert _dispatch.difference(nan, nan) == 0 and _dispatch.difference(torch.ones(2), nan) == float("inf")
+    inf = torch.tensor([1.0, float("inf")])
+    assert _dispatch.difference(inf, inf) == 0 and _dispatch.difference(-inf, inf) == float("inf")
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stub(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> StubLibrary:
+    """A library whose calls are counted; select() is made to choose the kernel for CPU tensors."""
+    library = StubLibrary("elementwise_expand_fp8", "elementwise_expand_fp4")
+    monkeypatch.setattr(_dispatch.torch.ops, "mini_deepinfer", library, raising=False)
+    monkeypatch.setattr(elementwise, "select", lambda op, tensor, impl=None: "portable")
+    return library
+
+
+def test_a_good_call_reaches_the_library_once(stub: StubLibrary) -> None:
+    out = elementwise.expand_fp8(torch.zeros(3, 64, dtype=torch.uint8), torch.zeros(3, 2, dtype=torch.uint8))
+    assert out.shape == (3, 64) and out.dtype == torch.bfloat16
+    assert [name for name, _ in stub.calls] == ["elementwise_expand_fp8"]
+
+
+U8 = torch.uint8
+
+
+@pytest.mark.parametrize("op, codes, scale, error, message", [
+    ("expand_fp8", torch.zeros(3, 64), torch.zeros(3, 2, dtype=U8), TypeError, "codes must be float8_e4m3fn or uint8"),
+    ("expand_fp8", torch.zeros(3, 64, dtype=U8), torch.zeros(3, 2), TypeError, "scale must be uint8"),
+    ("expand_fp8", torch.zeros(64, dtype=U8), torch.zeros(2, dtype=U8), ValueError, "codes must have two dimensions"),
+    ("expand_fp8", torch.zeros(3, 60, dtype=U8), torch.zeros(3, 2, dtype=U8), ValueError, "multiple of 32 columns"),
+    ("expand_fp8", torch.zeros(3, 64, dtype=U8), torch.zeros(3, 3, dtype=U8), ValueError, r"scale .*\[M=3, K/32=2\]"),
+    ("expand_fp4", torch.zeros(3, 64).char(), torch.zeros(3, 4, dtype=U8), TypeError, "packed must be uint8"),
+    ("expand_fp4", torch.zeros(3, 64, dtype=U8), torch.zeros(3, 2, dtype=U8), ValueError, r"K/32=4\], got \[3, 2\]"),
+])  # fmt: skip
+def test_bad_input_never_reaches_the_library(stub: StubLibrary, op, codes, scale, error, message) -> None:
+    with pytest.raises(error, match=f"elementwise.{op}: .*{message}"):
+        getattr(elementwise, op)(codes, scale)
+    assert stub.calls == []
+
+
+def test_log_and_sync_flags(stub: StubLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    synced = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: synced.append(1))
+    monkeypatch.setenv("MDI_LOG_OPS", "1")
+    monkeypatch.setenv("MDI_SYNC", "1")
+    elementwise.expand_fp8(torch.zeros(3, 64, dtype=U8), torch.zeros(3, 2, dtype=U8))
+    assert "elementwise.expand_fp8 (portable): uint8[3, 64], uint8[3, 2], bfloat16[3, 64]" in caplog.text
+    assert synced == [1]
+    monkeypatch.setenv("MDI_SYNC", "yes")
+    with pytest.raises(ValueError, match="MDI_SYNC must be 0 or 1, got 'yes'"):
+        elementwise.expand_fp8(torch.zeros(3, 64, dtype=U8), torch.zeros(3, 2, dtype=U8))
