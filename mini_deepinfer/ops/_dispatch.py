@@ -35,15 +35,18 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "elementwise.expand_fp4": ("portable",),
     #
     # -- elementwise: the rest
-    "elementwise.rmsnorm": (),
-    "elementwise.act_quant": (),
-    "elementwise.act_quant_folded": (),
-    "elementwise.fold_scales": (),
-    "elementwise.rope": (),
-    "elementwise.hc_mix": (),
-    "elementwise.hc_collapse": (),
-    "elementwise.hc_expand": (),
-    "elementwise.engram_gate": (),
+    "elementwise.rmsnorm": ("portable",),
+    "elementwise.rmsnorm_quant": ("portable",),
+    "elementwise.act_quant": ("portable",),
+    "elementwise.act_quant_folded": ("portable",),
+    "elementwise.fold_scales": ("portable",),
+    "elementwise.rope": ("portable",),
+    "elementwise.hc_mix": ("portable",),
+    "elementwise.hc_collapse": ("portable",),
+    "elementwise.hc_collapse_norm": ("portable",),
+    "elementwise.hc_collapse_norm_quant": ("portable",),
+    "elementwise.hc_expand": ("portable",),
+    "elementwise.engram_gate": ("portable",),
     #
     # -- attention
     "attention.write_window": ("portable",),
@@ -61,11 +64,11 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "indexer.cache_rows": (),
     #
     # -- moe
-    "moe.route": (),
-    "moe.permute": (),
-    "moe.grouped_gemm": (),
-    "moe.swiglu_quant": (),
-    "moe.combine": (),
+    "moe.route": ("portable",),
+    "moe.permute": ("portable",),
+    "moe.grouped_gemm": ("portable",),
+    "moe.swiglu_quant": ("portable",),
+    "moe.combine": ("portable",),
 }
 
 _CAPABILITY = {"sm90": (9, 0), "sm100": (10, 0)}  # an implementation that is not listed runs on every built GPU
