@@ -97,16 +97,20 @@ MDI_DEVICE uint32_t load_weight_pair(const uint16_t* weights, int64_t token, int
 
 // cvt.rn.relu.bf16x2.f32: max(x, 0) rounded to bf16, low half = `even`; NaN stays NaN
 MDI_DEVICE uint32_t relu_bf16x2(float even, float odd) {
+#if defined(__CUDA_ARCH__)
     uint32_t d;
     asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(odd), "f"(even));
     return d;
+#else
+    return ptx::pack_bf16x2(even < 0.0f ? 0.0f : even, odd < 0.0f ? 0.0f : odd);
+#endif
 }
 
 // sum += bf16(relu(bf16(dot)) * weight) of two neighbouring heads, lower head first
 MDI_DEVICE void add_heads(float& sum, float dot_even, float dot_odd, uint32_t weight) {
     const uint32_t value = ptx::mul_bf16x2(relu_bf16x2(dot_even, dot_odd), weight);
-    sum += __uint_as_float(value << 16);
-    sum += __uint_as_float(value & 0xffff0000u);
+    sum += bits_float(value << 16);
+    sum += bits_float(value & 0xffff0000u);
 }
 
 // (p0 + p1) + (p2 + p3) over the four lanes of a quad; every lane gets it
