@@ -218,6 +218,21 @@ def test_logits_of_uneven_scales(cuda: torch.device, logits_impl: str, spread: f
         assert (error > 0).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("wide", ["key", "query", "weight"])
+def test_logits_of_one_row_with_wide_scales(cuda: torch.device, logits_impl: str, wide: str) -> None:
+    """One row that a folded form cannot hold, among rows that fold: that row and its neighbours stay exact."""
+    s = scene([0] * 40 + [1] * 24, causal(400, 64, 1))
+    if wide == "key":
+        row = int(s.page_table[0, 1]) * 128 + 5  # entry 133
+        s.keys[row, 64] += 6
+    elif wide == "query":
+        s.q_scale[21, 7, 2] -= 7
+    else:
+        s.weights[50, 3] = 2.0**-90
+    out = indexer.logits(*s.operands(cuda), 470, impl=logits_impl)
+    assert_bitwise(out, reference.logits(*s.operands(), 470), "logits")
+
+
 def test_logits_do_not_depend_on_the_batch(cuda: torch.device, logits_impl: str) -> None:
     visible = causal(3000, 150, 1)
     s = scene([0] * 100 + [1] * 50, visible)
@@ -369,7 +384,7 @@ def check_topk(x: Tensor, visible: Tensor | None, k: int, device: torch.device, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("columns", [1, 63, 513, 4095, 4096, 4097, 16_384, 50_001, 131_072, 300_000])
+@pytest.mark.parametrize("columns", [1, 63, 513, 4095, 4096, 4097, 16_384, 50_001, 64_000, 65_536, 131_072, 300_000])
 def test_topk(cuda: torch.device, topk_impl: str, kind: str, columns: int, dtype: torch.dtype) -> None:
     g = generator(columns)
     rows = 5 if columns <= 16_384 else 2
