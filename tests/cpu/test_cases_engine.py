@@ -414,6 +414,35 @@ def test_two_hundred_aborts_leave_nothing_behind() -> None:
         assert_all_returned(llm)
 
 
+def test_a_step_touches_only_its_own_pages_and_slots() -> None:
+    """Two requests are parked in slots 0 and 1, with an open group each; a third one runs in pages 8..15."""
+    llm = make_llm(num_pages=24, max_model_len=64)
+    llm.caches.poison(0x5A)
+    for seed in range(2):
+        llm.add_request(prompt(7, seed=seed), greedy(30))
+    llm.step()
+    live = ChunkRequest(np.array(prompt(30, seed=5)), 0, 30, 2, list(range(8, 16)), "last")
+    caches, per_page = llm.caches, llm.caches.geometry.page_size
+    before = [tensor.clone() for tensor in caches.tensors()]
+    for start, end in ((0, 11), (11, 12), (12, 29), (29, 30)):
+        chunk = dataclasses.replace(live, start=start, end=end)
+        llm.model.forward(build_batch(llm.config, [chunk], caches.geometry, "cpu", llm.hasher))
+    windows, *others = zip(before, caches.tensors())
+    for slot in (0, 1, 3):
+        ring = slice(slot * 8, slot * 8 + 8)
+        assert torch.equal(windows[0][:, ring], windows[1][:, ring])
+    for old, new in others:
+        if old.dtype == torch.uint8:  # paged rows: only pages 8..15 change
+            entries = per_page * 24 // len(old)
+            own = slice(8 * per_page // entries, 16 * per_page // entries)
+            assert not torch.equal(old[own], new[own])
+            old, new = old.clone(), new.clone()
+            old[own], new[own] = 0, 0
+            assert torch.equal(old, new)
+        else:  # tails: only slot 2
+            assert torch.equal(old[[0, 1, 3]], new[[0, 1, 3]])
+
+
 # ------------------------------------------------------------------ layer plan
 
 
