@@ -1,5 +1,5 @@
-"""THE build. Kernels (torch-free .cu) are compiled by a ninja file of our own, each for the architectures its name says,
-then linked with one binding file on torch's stable ABI (mini_deepinfer._C) and a host-only pybind11 module (_host).
+"""THE build. Kernels (torch-free .cu) are compiled by a ninja file of our own, each for the architectures its name
+says, then linked with one binding file on torch's stable ABI (mini_deepinfer._C); beside it a host-only pybind11 one.
 
     pip install --no-build-isolation -e .        or        python setup.py build_ext --inplace
 
@@ -12,11 +12,13 @@ CUDA_HOME                toolkit; without it nvcc on PATH, then /usr/local/cuda
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -160,93 +162,109 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-os.environ["PATH"] = os.pathsep.join(
-    [sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
-)  # ninja of this environment
-mode = choice("MDI_CUDA", "auto", ("0", "1", "auto"))
-archs = cuda_archs()
-jobs = max_jobs()
-nvcc = None if mode == "0" else find_nvcc()
-if nvcc is None and mode == "1":
-    raise SystemExit(
-        "MDI_CUDA=1 but no nvcc was found: set CUDA_HOME to the CUDA toolkit, or MDI_CUDA=0 to build without kernels"
-    )
-home, cuda_version = toolkit(nvcc) if nvcc else (None, None)
-if cuda_version and torch.version.cuda and cuda_version.split(".")[0] != torch.version.cuda.split(".")[0]:
-    raise SystemExit(
-        f"nvcc is CUDA {cuda_version} ({nvcc}) but torch {torch.__version__} was built for CUDA {torch.version.cuda}: the major"
-        " versions must agree. Set CUDA_HOME to a matching toolkit, or MDI_CUDA=0 to install without kernels."
-    )
+@dataclass(frozen=True)
+class Toolchain:
+    """What this run builds with; nvcc None: without kernels, because of `why`."""
 
-macros: list[tuple[str, str | None]] = [("TORCH_TARGET_VERSION", TORCH_ABI), ("TORCH_STABLE_ONLY", None)]
-include_dirs = [str(ROOT / "csrc"), str(BUILD / "generated")]
-library_dirs: list[str] = []
-libraries: list[str] = []
-link_args: list[str] = []
-if home:
-    macros += [("MDI_WITH_CUDA", None)] + [(f"MDI_WITH_SM{arch[:-1]}", None) for arch in archs]
-    include_dirs.append(str(home / "include"))
-    library_dirs = [str(path) for path in (home / "lib64", home / "lib") if path.exists()]
-    libraries = ["cudart"]  # shared: under a CUDA torch the loader reuses torch's own runtime
-    link_args = [f"-Wl,-rpath,{path}" for path in library_dirs]
+    nvcc: str | None
+    home: Path | None
+    cuda_version: str | None
+    archs: tuple[str, ...]
+    jobs: int
+    why: str
+
+
+def toolchain() -> Toolchain:
+    """Read the environment. Exits with the reason on a bad value, a demanded but missing toolkit, or a wrong one."""
+    mode = choice("MDI_CUDA", "auto", ("0", "1", "auto"))
+    archs, jobs = cuda_archs(), max_jobs()
+    nvcc = None if mode == "0" else find_nvcc()
+    if nvcc is None:
+        if mode == "1":
+            home = os.environ.get("CUDA_HOME", "")
+            raise SystemExit(
+                f"MDI_CUDA=1 but no nvcc was found (CUDA_HOME={home!r}): set CUDA_HOME to the CUDA toolkit, or"
+                " MDI_CUDA=0 to build without kernels"
+            )
+        return Toolchain(None, None, None, (), jobs, "MDI_CUDA=0" if mode == "0" else "no nvcc found")
+    home, version = toolkit(nvcc)
+    if torch.version.cuda and version.split(".")[0] != torch.version.cuda.split(".")[0]:
+        raise SystemExit(
+            f"nvcc is CUDA {version} ({nvcc}) but torch {torch.__version__} was built for CUDA {torch.version.cuda}:"
+            " the major versions must agree. Set CUDA_HOME to a matching toolkit, or MDI_CUDA=0 to install without"
+            " kernels."
+        )
+    return Toolchain(nvcc, home, version, archs, jobs, "")
 
 
 class BuildExt(BuildExtension):
     """Kernels first, then the two modules."""
 
+    tools: Toolchain
+
     def build_extensions(self) -> None:
+        tools = self.tools
         record = {
             "commit": git_commit(),
             "torch": torch.__version__,
             "torch_abi": "2.11",
-            "cuda": cuda_version,
-            "archs": list(archs) if nvcc else [],
+            "cuda": tools.cuda_version,
+            "archs": list(tools.archs),
         }
         literal = json.dumps(json.dumps(record, sort_keys=True))
         write_if_changed(BUILD / "generated/build_record.h", f"#define MDI_BUILD_RECORD {literal}\n")
-        os.environ["MAX_JOBS"] = str(jobs)  # for BuildExtension's own ninja
-        if nvcc:
-            self.announce(
-                f"mini-deepinfer: kernels for {', '.join(archs)} with CUDA {cuda_version}, {jobs} jobs", level=3
-            )
+        os.environ["MAX_JOBS"] = str(tools.jobs)  # for BuildExtension's own ninja
+        if tools.nvcc:
+            text = f"kernels for {', '.join(tools.archs)} with CUDA {tools.cuda_version}, {tools.jobs} jobs"
+            self.announce(f"mini-deepinfer: {text}", level=logging.WARNING)
             for extension in self.extensions:
                 if extension.name == "mini_deepinfer._C":
-                    extension.extra_objects = build_kernels(nvcc, archs, jobs)
+                    extension.extra_objects = build_kernels(tools.nvcc, tools.archs, tools.jobs)
         else:
-            why = "MDI_CUDA=0" if mode == "0" else "no nvcc found"
-            self.announce(
-                f"mini-deepinfer: building WITHOUT CUDA kernels ({why}); only the CPU reference will run", level=3
-            )
+            text = f"building WITHOUT CUDA kernels ({tools.why}); only the plain PyTorch ops will run"
+            self.announce(f"mini-deepinfer: {text}", level=logging.WARNING)
         self.force = True  # relink always: setuptools does not look at extra_objects; ninja still compiles only changes
         super().build_extensions()
 
 
-def pybind11_include() -> str:
+def extensions(tools: Toolchain) -> list[Extension]:
     import pybind11
 
-    return pybind11.get_include()
-
-
-setup(
-    ext_modules=[
+    macros: list[tuple[str, str | None]] = [("TORCH_TARGET_VERSION", TORCH_ABI), ("TORCH_STABLE_ONLY", None)]
+    include_dirs = [str(ROOT / "csrc"), str(BUILD / "generated")]
+    library_dirs: list[str] = []
+    if tools.home:
+        macros += [("MDI_WITH_CUDA", None)] + [(f"MDI_WITH_SM{arch[:-1]}", None) for arch in tools.archs]
+        include_dirs.append(str(tools.home / "include"))
+        library_dirs = [str(path) for path in (tools.home / "lib64", tools.home / "lib") if path.exists()]
+    flags = ["-O2", "-g0", "-std=c++17", "-fvisibility=hidden", "-Wall"]
+    return [
         CppExtension(
             "mini_deepinfer._C",
             ["csrc/binding.cpp"],
             include_dirs=include_dirs,
             define_macros=macros,
             library_dirs=library_dirs,
-            libraries=libraries,
-            extra_compile_args=["-O2", "-std=c++17", "-fvisibility=hidden", "-Wall"],
-            extra_link_args=link_args,
+            libraries=["cudart"]
+            if tools.home
+            else [],  # shared: under a CUDA torch the loader reuses torch's own runtime
+            extra_compile_args=flags,
+            extra_link_args=[f"-Wl,-rpath,{path}" for path in library_dirs],
             py_limited_api=True,
         ),
         Extension(
             "mini_deepinfer._host",
             ["csrc/host.cpp"],
-            include_dirs=[str(ROOT / "csrc"), pybind11_include()],
-            extra_compile_args=["-O2", "-std=c++17", "-fvisibility=hidden", "-Wall", "-ffp-contract=off"],
+            include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
+            extra_compile_args=[*flags, "-ffp-contract=off"],
             language="c++",
         ),
-    ],
-    cmdclass={"build_ext": BuildExt},
-)
+    ]
+
+
+if __name__ == "__main__":  # also true when pip runs this file; tests import it
+    os.environ["PATH"] = os.pathsep.join(
+        [sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
+    )  # this one's ninja
+    BuildExt.tools = toolchain()
+    setup(ext_modules=extensions(BuildExt.tools), cmdclass={"build_ext": BuildExt})

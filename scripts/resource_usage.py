@@ -5,9 +5,9 @@
 --strict exits non-zero on spills, on a stack frame (local memory), and on ptxas's quiet notes about lost speed: C7508
 ("setmaxnreg ignored"), C7510, C7517 and C7519 (wgmma serialised or fenced by the compiler).
 
-Each csrc/*/*.cu whose head comment declares `// SASS: HGMMA` (or QGMMA, UTCHMMA, HMMA, several separated by spaces) must
-hold those instructions in its compiled code: ptxas deletes an instruction whose operands it can prove constant. Needs
-cuobjdump and nvdisasm, of the toolkit or from pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm.
+Each csrc/*/*.cu whose head comment declares `// SASS: HGMMA` (or QGMMA, UTCHMMA, HMMA, several separated by spaces)
+must hold those instructions in its compiled code: ptxas deletes an instruction whose operands it can prove constant.
+Needs cuobjdump and nvdisasm, of the toolkit or from pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Report:
         found = []
         for k in self.kernels:
             if k.spill_stores or k.spill_loads:
-                found.append(f"{k.source} {k.arch} {k.name}: spills {k.spill_stores} bytes stored, {k.spill_loads} loaded")
+                found.append(
+                    f"{k.source} {k.arch} {k.name}: spills {k.spill_stores} bytes stored, {k.spill_loads} loaded"
+                )
             elif k.stack:
                 found.append(f"{k.source} {k.arch} {k.name}: {k.stack} bytes of stack (local memory)")
         found += [note for note in self.notes if any(code in note for code in SERIOUS_NOTES)]
@@ -91,7 +93,9 @@ def demangle(names: list[str]) -> list[str]:
     if run.returncode != 0 or len(out) != len(names):
         return names
     short = [re.sub(r"\(anonymous namespace\)::|^void ", "", name) for name in out]
-    return [re.sub(r"\((?!.*<).*\)$", "", name) if "<" not in name else re.sub(r">\(.*\)$", ">", name) for name in short]
+    return [
+        re.sub(r"\((?!.*<).*\)$", "", name) if "<" not in name else re.sub(r">\(.*\)$", ">", name) for name in short
+    ]
 
 
 def read_logs(folder: Path) -> Report:
@@ -159,7 +163,9 @@ def missing_sass(folder: Path) -> tuple[list[str], int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=Path, default=ROOT / "build/kernels", help="folder of objects and logs")
-    parser.add_argument("--strict", action="store_true", help="fail on spills, local memory, lost-speed notes, missing SASS")
+    parser.add_argument(
+        "--strict", action="store_true", help="fail on spills, local memory, lost-speed notes, missing SASS"
+    )
     parser.add_argument("--no-sass", action="store_true", help="leave out the instruction check")
     args = parser.parse_args()
     try:

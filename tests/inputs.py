@@ -17,9 +17,7 @@ def normal(g: torch.Generator, *shape: int, dtype: torch.dtype = torch.bfloat16,
     return (torch.randn(*shape, generator=g) * scale).to(dtype)
 
 
-def integers(
-    g: torch.Generator, *shape: int, low: int = -4, high: int = 4, dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
+def integers(g: torch.Generator, *shape: int, low: int = -4, high: int = 4, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Small integers low..high: products and sums are exact, so results can be compared bit for bit."""
     return torch.randint(low, high + 1, shape, generator=g).to(dtype)
 
@@ -69,7 +67,7 @@ def page_table(g: torch.Generator, num_seqs: int, pages_per_seq: int, num_pages:
 
 
 def selection(g: torch.Generator, num_tokens: int, num_picks: int, num_rows: int, skip: float = 0.0) -> Tensor:
-    """[T, K] int32 distinct rows ascending with a -1 tail where rows run out; `skip`: share of lanes set to -1 in place."""
+    """[T, K] int32 distinct rows ascending, -1 tail where rows run out; `skip`: share of lanes set to -1 in place."""
     keys = torch.rand(num_tokens, num_rows, generator=g)
     count = min(num_picks, num_rows)
     picked = torch.full((num_tokens, num_picks), -1, dtype=torch.int32)
@@ -80,7 +78,7 @@ def selection(g: torch.Generator, num_tokens: int, num_picks: int, num_rows: int
 
 
 def window_indices(positions: Tensor, first_row: Tensor, window: int) -> Tensor:
-    """[T, W] int32: rows of positions max(0, pos - W + 1)..pos ascending, -1 behind; position p lies in first_row + p."""
+    """[T, W] int32: rows of positions max(0, pos - W + 1)..pos ascending, -1 behind; p is row first_row + p."""
     lanes = torch.arange(window)
     start = (positions.long() - window + 1).clamp(min=0)
     rows = start[:, None] + lanes
@@ -94,9 +92,7 @@ def window_indices(positions: Tensor, first_row: Tensor, window: int) -> Tensor:
 class Canary:
     """An output tensor inside a larger buffer of marked bytes; check() raises when a kernel wrote outside it."""
 
-    def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, margin: int = 4096
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, margin: int = 4096) -> None:
         size = torch.empty(0, dtype=dtype).element_size()
         count = size
         for extent in shape:

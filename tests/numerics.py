@@ -47,8 +47,9 @@ class Difference:
 
     def __str__(self) -> str:
         return (
-            f"{self.what}: {self.count} values, 1 - cosine {self.cosine:.3g}, max abs {self.max_abs:.4g} {self.max_abs_at}, "
-            f"max rel {self.max_rel:.4g} {self.max_rel_at}, {self.num_over} over the bound{self.mask_note}"
+            f"{self.what}: {self.count} values, 1 - cosine {self.cosine:.3g}, "
+            f"max abs {self.max_abs:.4g} {self.max_abs_at}, max rel {self.max_rel:.4g} {self.max_rel_at}, "
+            f"{self.num_over} over the bound{self.mask_note}"
         )
 
 
@@ -79,9 +80,7 @@ def measure(out: Tensor, ref: Tensor, bound: Bound, what: str = "output") -> Dif
         return f"at {where} ({o[where]:.6g} against {r[where]:.6g})"
 
     over = int((error > bound.relative * r.abs() + bound.absolute * rms).sum()) + int(wrong_mask.sum())
-    return Difference(
-        what, out.numel(), cosine, float(error.max()), at(error), float(relative.max()), at(relative), over, note
-    )
+    return Difference(what, out.numel(), cosine, float(error.max()), at(error), float(relative.max()), at(relative), over, note)
 
 
 def compare(out: Tensor, ref: Tensor, bound: Bound | str | None = None, what: str = "output") -> Difference:
@@ -142,9 +141,7 @@ def compare_codes(codes: Tensor, ref: Tensor, steps: int = 1, share: float = 0.0
     moved = int((step != 0).sum())
     if int(step.abs().max()) > steps or moved > share * step.numel() + 1:
         at = _at(int(step.abs().argmax()), step.shape)
-        raise AssertionError(
-            f"{what}: {moved} of {step.numel()} differ, by up to {int(step.abs().max())} steps at {at}"
-        )
+        raise AssertionError(f"{what}: {moved} of {step.numel()} differ, by up to {int(step.abs().max())} steps at {at}")
     up = int((step > 0).sum())
     if moved >= 100 and abs(2 * up - moved) > 5 * moved**0.5:
         raise AssertionError(f"{what}: biased rounding: {up} of {moved} differences go up")

@@ -18,6 +18,15 @@ struct LaunchConfig {
     unsigned cluster = 1;     // thread blocks of a cluster along x
 };
 
+// The block's dynamic shared memory, 1024-byte aligned in kernels without static shared memory. Kernels that the CPU
+// tests run (tests/host/cuda_on_cpu.h) take it from here instead of declaring their own.
+#if defined(__CUDACC__)
+MDI_DEVICE char* dynamic_smem() {
+    extern __shared__ __align__(1024) char mdi_dynamic_smem[];
+    return mdi_dynamic_smem;
+}
+#endif
+
 [[noreturn]] inline void throw_cuda_error(const char* what, cudaError_t error, const std::string& detail) {
     throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")" +
                              detail);

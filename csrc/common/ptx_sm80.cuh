@@ -1,5 +1,6 @@
 // One function = one instruction of PTX available from sm_80 on. Nothing else belongs here.
 #pragma once
+#if !defined(MDI_CUDA_ON_CPU)  // tests/host/cuda_on_cpu.h brings its own
 #include <cstdint>
 
 #include "common/math.h"
@@ -130,3 +131,4 @@ MDI_DEVICE void named_barrier_arrive(uint32_t id, uint32_t num_threads) {
 }
 
 }  // namespace mdi::ptx
+#endif

@@ -35,15 +35,18 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "elementwise.expand_fp4": ("portable",),
     #
     # -- elementwise: the rest
-    "elementwise.rmsnorm": (),
-    "elementwise.act_quant": (),
-    "elementwise.act_quant_folded": (),
-    "elementwise.fold_scales": (),
-    "elementwise.rope": (),
-    "elementwise.hc_mix": (),
-    "elementwise.hc_collapse": (),
-    "elementwise.hc_expand": (),
-    "elementwise.engram_gate": (),
+    "elementwise.rmsnorm": ("portable",),
+    "elementwise.rmsnorm_quant": ("portable",),
+    "elementwise.act_quant": ("portable",),
+    "elementwise.act_quant_folded": ("portable",),
+    "elementwise.fold_scales": ("portable",),
+    "elementwise.rope": ("portable",),
+    "elementwise.hc_mix": ("portable",),
+    "elementwise.hc_collapse": ("portable",),
+    "elementwise.hc_collapse_norm": ("portable",),
+    "elementwise.hc_collapse_norm_quant": ("portable",),
+    "elementwise.hc_expand": ("portable",),
+    "elementwise.engram_gate": ("portable",),
     #
     # -- attention
     "attention.write_window": ("portable",),
@@ -61,18 +64,18 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "indexer.cache_rows": (),
     #
     # -- moe
-    "moe.route": (),
-    "moe.permute": (),
-    "moe.grouped_gemm": (),
-    "moe.swiglu_quant": (),
-    "moe.combine": (),
+    "moe.route": ("portable",),
+    "moe.permute": ("portable",),
+    "moe.grouped_gemm": ("portable",),
+    "moe.swiglu_quant": ("portable",),
+    "moe.combine": ("portable",),
 }
 
 _CAPABILITY = {"sm90": (9, 0), "sm100": (10, 0)}  # an implementation that is not listed runs on every built GPU
 
 
 def library_name(op: str, impl: str) -> str:
-    """Name in torch.ops.mini_deepinfer: ("attention.sparse", "sm90") -> "attention_sparse_sm90"; portable has no suffix."""
+    """Name in torch.ops.mini_deepinfer: ("moe.route", "sm90") -> "moe_route_sm90"; portable has no suffix."""
     return op.replace(".", "_") + ("" if impl == "portable" else f"_{impl}")
 
 
@@ -206,7 +209,8 @@ def why_not(op: str, impl: str, device: torch.device) -> str | None:
             f"{capability[0]}.{capability[1]} (this build has {built})"
         )
     if not _extension.has_op(library_name(op, impl)):
-        return f"this build ({built}, commit {(_extension.build_record() or {}).get('commit')}) does not hold {library_name(op, impl)}"
+        commit = (_extension.build_record() or {}).get("commit")
+        return f"this build ({built}, commit {commit}) does not hold {library_name(op, impl)}"
     return None
 
 

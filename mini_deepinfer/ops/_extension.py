@@ -1,7 +1,7 @@
 """Loads the compiled ops (mini_deepinfer/_C*.so) and says why when it cannot.
 
 The library is on torch's stable ABI: it needs no rebuild for another torch or Python. It carries a record of its build
-(commit, torch, CUDA, architectures) that is read from the file itself, so a library that does not load is diagnosed too.
+(commit, torch, CUDA, architectures) that is read from the file itself, so one that does not load is diagnosed too.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ def record_problem(record: dict[str, Any] | None, torch_version: str, torch_cuda
 def capability_problem(built: tuple[str, ...], capability: tuple[int, int], name: str = "this GPU") -> str | None:
     """Why a build for these architectures cannot run on a GPU of this compute capability; None when it can."""
     arch = _ARCH_OF_CAPABILITY.get(tuple(capability))  # type: ignore[arg-type]
+    found = f"{name} has compute capability {capability[0]}.{capability[1]}"
     have = ", ".join(f"sm_{a}" for a in built) or "no CUDA architecture"
     if arch is None:
         wanted = " and ".join(f"{major}.{minor} (sm_{a})" for (major, minor), a in _ARCH_OF_CAPABILITY.items())
-        return f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels support {wanted}, this build has {have}"
+        return f"{found}; the kernels support {wanted}, this build has {have}"
     if arch not in built:
         return (
-            f"{name} has compute capability {capability[0]}.{capability[1]} and needs sm_{arch}, this build has {have}: "
+            f"{found} and needs sm_{arch}, this build has {have}: "
             f"rebuild with MDI_CUDA=1 MDI_CUDA_ARCHS={','.join(sorted({*built, arch}, key=len))} {REBUILD}"
         )
     return None
@@ -89,10 +90,11 @@ def _load() -> str | None:
         try:
             torch.ops.load_library(str(path))
         except (OSError, RuntimeError, ImportError) as error:
-            record = read_build_record(path)
+            record = read_build_record(path) or {}
             problem = (
-                f"{path.name} does not load ({str(error).strip().splitlines()[0]}); it was built with torch {record and record['torch']}"
-                f" and CUDA {record and record['cuda']}, found torch {torch.__version__}: rebuild with {REBUILD}"
+                f"{path.name} does not load ({str(error).strip().splitlines()[0]}); it was built with torch"
+                f" {record.get('torch')} and CUDA {record.get('cuda')}, found torch {torch.__version__}:"
+                f" rebuild with {REBUILD}"
             )
     if problem:
         log.warning("compiled ops are not available: %s", problem)
@@ -130,7 +132,7 @@ def device_problem(device: torch.device) -> str | None:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise RuntimeError when the compiled kernels cannot run on a CUDA device (called at start, before any loading)."""
+    """Raise RuntimeError when the compiled kernels cannot run on a CUDA device; called at start, before any loading."""
     if device.type == "cuda" and (reason := device_problem(device)):
         raise RuntimeError(f"mini_deepinfer: {reason}. The plain PyTorch ops run with MDI_OPS=reference (slow).")
 

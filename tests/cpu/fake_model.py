@@ -28,9 +28,7 @@ class FakePlan:
     owns_kv: bool
 
 
-def fake_config(
-    ratios: tuple[int, ...] = (0, 2, 2, 0, 1, 1, 1), owners: tuple[int, ...] = (1, 4), window: int = 8
-) -> SimpleNamespace:
+def fake_config(ratios: tuple[int, ...] = (0, 2, 2, 0, 1, 1, 1), owners: tuple[int, ...] = (1, 4), window: int = 8) -> SimpleNamespace:
     layers = []
     for index, ratio in enumerate(ratios):
         owner = max([o for o in owners if o <= index], default=None) if ratio else None

@@ -202,9 +202,7 @@ def test_geometry_refuses_a_page_that_splits_a_group() -> None:
         CacheGeometry.of(fake_config(), num_pages=2**24, page_size=256, num_slots=1, max_tokens=8)
 
 
-@pytest.mark.parametrize(
-    ("start", "boundary"), [(s, b) for s in (0, 3, 8, 11, 16, 20) for b in (4, 8, 12, 20, 24, 32) if b > s]
-)
+@pytest.mark.parametrize(("start", "boundary"), [(s, b) for s in (0, 3, 8, 11, 16, 20) for b in (4, 8, 12, 20, 24, 32) if b > s])
 def test_snapshot_equals_the_ring_of_a_step_that_ended_there(start: int, boundary: int) -> None:
     """Rows hold their position; the step start..35 passes the boundary and overwrites the ring."""
     config = fake_config()

@@ -96,7 +96,12 @@ def test_scale_rules_by_hand() -> None:
     assert nf.ceilpow2_scale(torch.tensor([448.0, 448.1, 1.0, 0.0]), 1 / 448, 1e-4)[1].tolist() == [
         1, 2, 2**-8, 2**-22,
     ]  # fmt: skip
-    assert nf.ceilpow2_scale(torch.tensor([6.0, 6.1, 3.0, 0.0]), 1 / 6, nf.MXFP4_FLOOR)[0].tolist() == [127, 128, 126, 1]
+    assert nf.ceilpow2_scale(torch.tensor([6.0, 6.1, 3.0, 0.0]), 1 / 6, nf.MXFP4_FLOOR)[0].tolist() == [
+        127,
+        128,
+        126,
+        1,
+    ]
     packed, scale = nf.quant_nvfp4(torch.tensor([[6.0] + [0.0] * 15, [0.0] * 16, [1e6] * 16]))
     assert nf.decode_e4m3(scale).flatten().tolist() == [1.0, 2**-9, 448.0]
     assert packed[0, 0] == 7 and bool((packed[1] == 0).all()) and bool((packed[2] == 0x77).all())
@@ -226,7 +231,8 @@ def test_codecs_match_the_vendor_headers(tmp_path: Path) -> None:
     program = tmp_path / "codecs"
     source = ROOT / "tests/host/codecs_against_vendor.cpp"
     subprocess.run(
-        [compiler, "-std=c++17", "-O2", f"-I{home}/include", f"-I{ROOT}/csrc", str(source), "-o", str(program)], check=True
+        [compiler, "-std=c++17", "-O2", f"-I{home}/include", f"-I{ROOT}/csrc", str(source), "-o", str(program)],
+        check=True,
     )
     run = subprocess.run([str(program), "257"], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout

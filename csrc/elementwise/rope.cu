@@ -1,0 +1,143 @@
+// Rotary embedding of the last R of d columns in adjacent pairs (model spec 4.2):
+//     (a, b) -> (a*c - b*s, a*s + b*c),   c, s = table[position],   s negated for the inverse.
+// The four products are rounded to float32 on their own and the sums are not contracted into fused multiply-adds, so that
+// the result has the bits of the plain definition; one rounding to bf16. The other columns are copied bit for bit, and not
+// touched at all when out is x.
+//
+// A row is one (token, head). Threads are (row, vector of kColumns columns), vectors fastest, so that neighbouring lanes
+// share a row; a thread does kRowsPerThread rows, all loaded before the first store. kColumns is 8 (16-byte accesses), or 2
+// where a width, stride or address does not allow that. Heads of a token find the table row in L1.
+// Memory-bound: R/d of x is read and written in place, 8 R bytes of table a token. Offsets are 64-bit. No shared memory.
+#include "common/launch.h"
+#include "common/number_formats.cuh"
+#include "elementwise/elementwise.h"
+#include "elementwise/vector.cuh"
+
+namespace mdi::elementwise {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kRowsPerThread = 4;
+
+// float32 a*c + b*s with two rounded products and a rounded sum
+MDI_DEVICE float sum_of_products(float a, float c, float b, float s) {
+#if defined(__CUDA_ARCH__)
+    return __fadd_rn(__fmul_rn(a, c), __fmul_rn(b, s));
+#else
+    const volatile float left = a * c, right = b * s;
+    return left + right;
+#endif
+}
+
+MDI_DEVICE uint32_t rotate_pair(uint32_t pair, float cosine, float sine) {
+    const float a = even_value(pair), b = odd_value(pair);
+    return pack_pair(sum_of_products(a, cosine, b, -sine), sum_of_products(a, sine, b, cosine));
+}
+
+template <int kColumns>
+struct Words {
+    uint32_t word[kColumns / 2];
+};
+
+template <int kColumns>
+MDI_DEVICE Words<kColumns> load_words(const bf16* source) {
+    Words<kColumns> words;
+    if constexpr (kColumns == 8) {
+        const uint4 packed = *reinterpret_cast<const uint4*>(source);
+        words.word[0] = packed.x, words.word[1] = packed.y, words.word[2] = packed.z, words.word[3] = packed.w;
+    } else {
+        words.word[0] = *reinterpret_cast<const uint32_t*>(source);
+    }
+    return words;
+}
+
+template <int kColumns>
+MDI_DEVICE void store_words(bf16* target, const Words<kColumns>& words) {
+    if constexpr (kColumns == 8)
+        *reinterpret_cast<uint4*>(target) = make_uint4(words.word[0], words.word[1], words.word[2], words.word[3]);
+    else
+        *reinterpret_cast<uint32_t*>(target) = words.word[0];
+}
+
+// cosines and sines of kColumns columns, alternating: table row [R/2, 2] read flat
+template <int kColumns>
+MDI_DEVICE void load_angles(const float* source, float (&angle)[kColumns]) {
+    if constexpr (kColumns == 8) {
+        const float4 low = reinterpret_cast<const float4*>(source)[0], high = reinterpret_cast<const float4*>(source)[1];
+        angle[0] = low.x, angle[1] = low.y, angle[2] = low.z, angle[3] = low.w;
+        angle[4] = high.x, angle[5] = high.y, angle[6] = high.z, angle[7] = high.w;
+    } else {
+        const float2 pair = *reinterpret_cast<const float2*>(source);
+        angle[0] = pair.x, angle[1] = pair.y;
+    }
+}
+
+MDI_DEVICE int64_t offset(int64_t token_stride, int head_dim, uint32_t token, uint32_t head) {
+    return static_cast<int64_t>(token) * token_stride + static_cast<int64_t>(head) * head_dim;
+}
+
+// first_column: 0, or d - R when the other columns are in place already. A block covers kThreads / vectors rows at a time.
+template <int kColumns>
+__global__ void __launch_bounds__(kThreads) rope_kernel(RopeParams p, int first_column, int vectors, int rows_at_once) {
+    const int row_in_block = static_cast<int>(threadIdx.x) / vectors;
+    if (row_in_block >= rows_at_once) return;
+    const auto num_rows = static_cast<uint32_t>(p.num_tokens * p.num_heads);  // the launcher checked
+    const uint32_t first_row = blockIdx.x * static_cast<uint32_t>(rows_at_once * kRowsPerThread) + row_in_block;
+    const int nope_dim = p.head_dim - p.rope_dim;
+    // a block of more than kThreads vectors a row (rows_at_once == 1) loops over the row
+    for (int v = static_cast<int>(threadIdx.x) % vectors; v * kColumns + first_column < p.head_dim; v += vectors) {
+        const int column = first_column + v * kColumns;
+        Words<kColumns> words[kRowsPerThread];
+        uint32_t token[kRowsPerThread], head[kRowsPerThread];
+#pragma unroll
+        for (int i = 0; i < kRowsPerThread; ++i) {
+            const uint32_t row = first_row + static_cast<uint32_t>(i * rows_at_once);
+            if (row >= num_rows) continue;
+            token[i] = row / static_cast<uint32_t>(p.num_heads);
+            head[i] = row - token[i] * static_cast<uint32_t>(p.num_heads);
+            words[i] = load_words<kColumns>(p.x + offset(p.x_stride, p.head_dim, token[i], head[i]) + column);
+        }
+#pragma unroll
+        for (int i = 0; i < kRowsPerThread; ++i) {
+            if (first_row + static_cast<uint32_t>(i * rows_at_once) >= num_rows) continue;
+            if (column >= nope_dim) {
+                const int64_t position = p.positions[token[i]];
+                float angle[kColumns];
+                load_angles<kColumns>(p.table + position * p.rope_dim + (column - nope_dim), angle);
+#pragma unroll
+                for (int w = 0; w < kColumns / 2; ++w)
+                    words[i].word[w] = rotate_pair(words[i].word[w], angle[2 * w], p.inverse ? -angle[2 * w + 1] : angle[2 * w + 1]);
+            }
+            store_words<kColumns>(p.out + offset(p.out_stride, p.head_dim, token[i], head[i]) + column, words[i]);
+        }
+    }
+}
+
+template <int kColumns>
+void launch_vectors(const RopeParams& p) {
+    const int first_column = p.out == p.x ? p.head_dim - p.rope_dim : 0;
+    const int vectors = min_of((p.head_dim - first_column) / kColumns, kThreads);
+    const int rows_at_once = kThreads / vectors;
+    const int64_t blocks = ceil_div<int64_t>(p.num_tokens * p.num_heads, static_cast<int64_t>(rows_at_once) * kRowsPerThread);
+    launch("elementwise.rope", rope_kernel<kColumns>,
+           {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, p.stream}, p, first_column, vectors, rows_at_once);
+}
+
+bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+}  // namespace
+
+void launch_rope(const RopeParams& p) {
+    if (p.rope_dim == 0 && p.out == p.x) return;
+    if (p.num_tokens * p.num_heads >= int64_t{1} << 31)
+        throw std::runtime_error("elementwise.rope: x must have fewer than 2^31 rows of one head, got T * h = " +
+                                 std::to_string(p.num_tokens * p.num_heads));
+    const bool wide = p.head_dim % 8 == 0 && p.rope_dim % 8 == 0 && p.x_stride % 8 == 0 && p.out_stride % 8 == 0 &&
+                      aligned(p.x) && aligned(p.out) && aligned(p.table);
+    if (wide)
+        launch_vectors<8>(p);
+    else
+        launch_vectors<2>(p);
+}
+
+}  // namespace mdi::elementwise
