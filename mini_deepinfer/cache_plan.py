@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -49,6 +50,12 @@ def workspace_bytes(config: ModelConfig, max_num_batched_tokens: int, max_model_
     scores = 2 * max_model_len * 2 if any(config.compress_ratios) else 0
     per_token = streams + attention + routed + exchange + scores
     return max_num_batched_tokens * per_token + config.vocab_size * 4 * 64
+
+
+@lru_cache(maxsize=4)
+def _prepared_bytes(config: ModelConfig) -> int:
+    totals = component_totals(config)
+    return sum(totals[name][1] for name in PREPARED_COMPONENTS)
 
 
 def plan_caches(
@@ -111,8 +118,7 @@ def _plan(
         "workspace (estimate)": workspace_bytes(config, options.max_num_batched_tokens, length, world),
     }
     if device.type == "cuda":
-        totals = component_totals(config)
-        parts["prepared weights"] = sum(totals[name][1] for name in PREPARED_COMPONENTS)
+        parts["prepared weights"] = _prepared_bytes(config)
         parts["reserve"] = GPU_RESERVE_BYTES
     per_page = page_bytes(config, options.page_size)
     wanted = options.max_num_seqs * geometry.pages_for(length)

@@ -331,7 +331,7 @@ def test_plan_for_the_released_model() -> None:
 
 
 def test_plan_shrinks_to_what_fits() -> None:
-    roomy, tight = released_plan(139), released_plan(92)
+    roomy, tight = released_plan(139), released_plan(94)
     assert roomy.max_model_len >= tight.max_model_len >= 256
     assert sum(tight.parts.values()) <= tight.free_bytes
     assert tight.num_pages * 256 >= tight.max_model_len
