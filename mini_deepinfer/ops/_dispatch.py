@@ -52,7 +52,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "attention.write_window": ("portable",),
     "attention.compress": ("portable",),
     "attention.write_compressed": ("portable",),
-    "attention.sparse": ("portable",),
+    "attention.sparse": ("sm90", "portable"),
     #
     # -- indexer
     "indexer.write_keys": (),
