@@ -66,7 +66,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     # -- moe
     "moe.route": ("portable",),
     "moe.permute": ("portable",),
-    "moe.grouped_gemm": ("portable",),
+    "moe.grouped_gemm": ("sm90", "portable"),
     "moe.swiglu_quant": ("portable",),
     "moe.combine": ("portable",),
 }

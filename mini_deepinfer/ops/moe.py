@@ -13,6 +13,7 @@ from mini_deepinfer.ops._dispatch import call, select
 from mini_deepinfer.ops.reference import moe as reference
 
 _PERMUTE_BLOCK_SLOTS = 2048  # kPermuteBlockSlots of csrc/moe/moe.h: slots of one block, sizes the workspace
+_FOLD_BINADES = 14  # spread of scales inside a row that E2M1 values keep exactly as E4M3
 _COMPUTE = (torch.bfloat16, torch.float32)
 
 
@@ -106,6 +107,43 @@ def permute(ids: Tensor, first_expert: int, num_local: int, *, impl: str | None 
     return row_of_slot, slot_of_row, offsets
 
 
+def weight_row_scale(weight_scale: Tensor, weight: Tensor | None = None) -> tuple[Tensor, bool]:
+    """The largest scale of every row of an MXFP4 weight, and whether the row can be FP8 with that one scale.
+
+    Shapes: E experts, O outputs, K columns.
+        weight_scale  [E, O, K/32]  uint8 E8M0
+        weight        [E, O, K/2]   uint8, optional: groups of zeros may then have any scale
+    Returns:
+        row_byte      [E, O]        uint8, the largest byte of each row
+        exact         bool          every E2M1 * 2^(byte - row_byte + 6) is an E4M3 number: at most 14 binades in a row
+    For the load: reads the whole tensor and synchronises. Rows with a NaN scale stay NaN and count as exact.
+    """
+    op = "moe.weight_row_scale"
+    _check_dims(op, "weight_scale", weight_scale, 3, "E, O, K/32")
+    e, o, groups = weight_scale.shape
+    _check(op, "weight_scale", weight_scale, (torch.uint8,), weight_scale.device, **{"E": e, "O": o, "K/32": groups})
+    if weight is not None:
+        _check(op, "weight", weight, (torch.uint8,), weight_scale.device, **{"E": e, "O": o, "K/2": groups * 16})
+    if weight_scale.numel() == 0:
+        return torch.zeros(e, o, dtype=torch.uint8, device=weight_scale.device), True
+    row_byte = weight_scale.amax(-1)
+    floor = row_byte.clamp(min=_FOLD_BINADES) - _FOLD_BINADES
+    floor = torch.where(row_byte == 255, torch.zeros_like(floor), floor)
+    low = weight_scale < floor.unsqueeze(-1)
+    if weight is not None and bool(low.any()):
+        low &= ((weight & 0x77) != 0).unflatten(-1, (groups, 16)).any(-1)
+    return row_byte, not bool(low.any())
+
+
+def _cached_row_scale(weight_scale: Tensor, weight: Tensor) -> tuple[Tensor, bool]:
+    """weight_row_scale, computed at the first use of a weight and kept with its scale tensor."""
+    kept = getattr(weight_scale, "_mdi_row_scale", None)
+    if kept is None or kept[0] != weight_scale._version:
+        kept = (weight_scale._version, weight_row_scale(weight_scale, weight))
+        weight_scale._mdi_row_scale = kept  # type: ignore[attr-defined]
+    return kept[1]
+
+
 def grouped_gemm(
     a: Tensor,
     a_scale: Tensor | None,
@@ -133,9 +171,12 @@ def grouped_gemm(
     Raises:
         TypeError, ValueError  wrong dtype; wrong shape or device
         RuntimeError           not contiguous or not 16-byte aligned on CUDA; GPU or build cannot run it
-    Deterministic; a row does not depend on its neighbours. Synchronises: no. Workspace: none. NaN: codes 0x7f and 0xff and
+    Deterministic; a row does not depend on its neighbours. Synchronises: no, except at the first use of a weight by sm90
+    (weight_row_scale, kept with the scale tensor). Workspace: sm90 the gathered rows, M * K bytes. NaN: codes 0x7f and 0xff and
     scale byte 255 make their outputs NaN; weights of experts without rows are never read.
-    Kernel: csrc/moe/grouped_gemm.cu. Reference: ops.reference.moe.grouped_gemm.
+    sm90 multiplies in FP8 with one scale per row on both sides (performance.md 5): activations below rowmax / 28,500 are
+    rounded, sums are promoted to fp32 every 128 columns. Weights whose scales spread too far for it take the portable kernel.
+    Kernels: csrc/moe/grouped_gemm_sm90.cu (with fold.cu), grouped_gemm.cu. Reference: ops.reference.moe.grouped_gemm.
     """
     op = "moe.grouped_gemm"
     _check_dims(op, "a", a, 2, "rows, K")
@@ -158,6 +199,7 @@ def grouped_gemm(
     if out is not None:
         _check(op, "out", out, _COMPUTE, a.device, M=m, O=o)
         out_dtype = out.dtype
+    forced = impl is not None
     if a_scale is None and impl is None:
         impl = "reference"  # no kernel multiplies unquantised activations
     impl = select(op, a, impl=impl, compute_dtype=out_dtype)
@@ -167,8 +209,19 @@ def grouped_gemm(
         raise RuntimeError(f"{op}: implementation {impl!r} needs a_scale (E4M3 activations); use impl='reference'")
     if out is None:
         out = torch.empty(m, o, dtype=out_dtype, device=a.device)
-    if m and e and o:
-        call(op, impl, a, a_scale, weight, weight_scale, offsets, a_rows, out)
+    if not (m and e and o):
+        return out
+    extra: tuple[Tensor, ...] = ()
+    if impl == "sm90":
+        row_byte, exact = _cached_row_scale(weight_scale, weight)
+        if exact:
+            folded = torch.empty(m, -(-k // 128) * 128, dtype=torch.uint8, device=a.device)
+            extra = (row_byte, folded, torch.empty(m, dtype=torch.float32, device=a.device))
+        elif forced:
+            raise RuntimeError(f"{op}: impl 'sm90' needs weight scales within {_FOLD_BINADES} binades in every row; use impl='portable'")
+        else:
+            impl = "portable"
+    call(op, impl, a, a_scale, weight, weight_scale, offsets, a_rows, out, *extra)
     return out
 
 
