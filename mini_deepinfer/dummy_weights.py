@@ -41,7 +41,7 @@ def make_dummy_weights(config: ModelConfig, *, rank: int, world: int, device: to
         for local, expert in enumerate(experts):
             generator = _generator(seed, f"{prefix}.{expert}", device)
             for key, fan_in in (("w13", config.hidden_size), ("w2", config.moe_intermediate_size)):
-                stacks[key][local].random_(0, 256, generator=generator)
+                _fill_bytes(stacks[key][local], generator)
                 _fill_fp4_scale(stacks[f"{key}_scale"][local], fan_in, generator)
     engram = {layer: _dummy_table(config, layer, height, seed)
               for layer, height in zip(config.engram_layer_ids, config.engram_num_embeddings)}
@@ -101,12 +101,17 @@ def _fill_fp8(codes: torch.Tensor, scale: torch.Tensor, generator: torch.Generat
     scale.random_(127 + exponent - 1, 127 + exponent + 1, generator=generator)
 
 
+def _fill_bytes(target: torch.Tensor, generator: torch.Generator) -> None:
+    """Uniform bytes in a contiguous uint8 tensor of a multiple of 8 bytes, eight with every draw."""
+    target.view(-1).view(torch.int64).random_(-(2**63), None, generator=generator)
+
+
 def _fill_fp4_scale(scale: torch.Tensor, fan_in: int, generator: torch.Generator) -> None:
     """E8M0 bytes of two neighbouring powers of two, mixed so that the mean square of code * scale is 1 / fan_in."""
     target = 1.0 / (fan_in * _FP4_RMS**2)
     low = math.floor(math.log2(target) / 2)
     share = (target / 4.0**low - 1.0) / 3.0  # of the higher one
-    scale.random_(0, 256, generator=generator)
+    _fill_bytes(scale, generator)
     torch.lt(scale, min(255, round(share * 256)), out=scale)
     scale.add_(127 + low)
 

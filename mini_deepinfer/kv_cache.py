@@ -329,9 +329,6 @@ class _Snapshot:
 
 @dataclass
 class PrefixStats:
-    lookups: int = 0
-    hits: int = 0
-    hit_tokens: int = 0
     evicted_pages: int = 0
     snapshots: int = 0
     evicted_snapshots: int = 0
@@ -382,7 +379,6 @@ class PrefixCache:
 
     def lookup(self, chain: Sequence[bytes], token_ids: np.ndarray, limit: int) -> PrefixHit:
         """The longest reusable prefix of at most `limit` tokens. Takes no reference: acquire before allocating."""
-        self.stats.lookups += 1
         pages: list[int] = []
         best = 0
         parent = self._root
@@ -400,8 +396,6 @@ class PrefixCache:
         snapshot = self._snapshots[chain[best - 1]]
         snapshot.kept = True
         self._snapshots.move_to_end(chain[best - 1])
-        self.stats.hits += 1
-        self.stats.hit_tokens += best * self.page_size
         return PrefixHit(best * self.page_size, tuple(pages[:best]), snapshot.window, shared)
 
     def publish(self, chain: Sequence[bytes], token_ids: np.ndarray, index: int, page: int) -> None:

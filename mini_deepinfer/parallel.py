@@ -231,6 +231,7 @@ class ProcessGroup(ExpertParallel):
             world_size=self.world,
             timeout=timedelta(seconds=step_timeout_s),
         )
+        self._watch.hook_exceptions()
 
     def _collective(self, name: str, call: Callable[[], Result]) -> Result:
         """Run one collective under the watchdog. A failure first gives the watchdog time to name the rank behind it."""
@@ -348,19 +349,27 @@ class _Watchdog(threading.Thread):
         try:
             self._store.wait(keys, timedelta(seconds=max(0.1, deadline - time.monotonic())))
         except RuntimeError:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise RuntimeError(
-                f"parallel: rank {group.rank} waited in vain for rank(s) {missing} of WORLD_SIZE={group.world}; "
+                f"parallel: rank {group.rank} waited in vain for {self._describe_missing(keys)} of WORLD_SIZE={group.world}; "
                 "start every rank (torchrun does) or correct WORLD_SIZE"
             ) from None
         for rank, key in enumerate(keys):
             host, pid_text, started = self._store.get(key).decode().split("\n")
             self._members[rank] = (host, int(pid_text), started)
 
-    def start(self) -> None:
-        def publish_and_exit(
-            kind: type[BaseException], error: BaseException, trace: TracebackType | None
-        ) -> None:  # an exception nobody caught: the others must not wait for this rank
+    def _describe_missing(self, keys: list[str]) -> str:
+        try:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        except RuntimeError:
+            return "the other ranks, and rank 0 has given up"
+        return f"rank(s) {missing}"
+
+    def hook_exceptions(self) -> None:
+        """From now on an exception nobody caught is told to the others, and this process ends at once: at the normal end
+        of the interpreter it could hang in a collective that is still running. After torch's own hook, which it calls."""
+        self._previous_hook = sys.excepthook
+
+        def publish_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self._previous_hook(kind, error, trace)
             self._group.abort(error)
             sys.stdout.flush()
@@ -368,7 +377,6 @@ class _Watchdog(threading.Thread):
             os._exit(1)
 
         sys.excepthook = publish_and_exit
-        super().start()
 
     def run(self) -> None:
         try:

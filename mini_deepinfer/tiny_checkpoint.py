@@ -162,7 +162,7 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
             out[spec.name] = _plain(spec, config, generator).to(torch.bfloat16 if spec.dtype == "BF16" else torch.float32)
             continue
         if spec.role == "fp8":
-            codes, scale = quantise_blocks(_matrix(spec.name, *spec.shape, generator))
+            codes, scale = quantise_blocks(_matrix(spec.name, spec.shape[0], spec.shape[1], generator))
         elif spec.role == "fp4":
             codes, scale = number_formats.quant_mxfp4(_matrix(spec.name, spec.shape[0], spec.shape[1] * 2, generator))
             codes = codes.view(torch.int8)

@@ -76,8 +76,8 @@ class EngramTable:
 
 def _gather_rows(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
     if _host is not None and hasattr(_host, "gather_rows"):
-        return _host.gather_rows(table, np.ascontiguousarray(ids))
-    return np.take(table, ids, axis=0)
+        return _host.gather_rows(table, np.ascontiguousarray(ids), min(16, os.cpu_count() or 1))
+    return table[ids]
 
 
 @dataclass

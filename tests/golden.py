@@ -61,6 +61,7 @@ class Runner:
         edit_config: Callable[[ModelConfig], ModelConfig] = lambda config: config,
         edit_weights: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
         activation_quant: bool | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         """Build the model from the folder again, with a change to its config, weights or profile."""
         self.config = edit_config(ModelConfig.from_folder(self.folder))
@@ -73,7 +74,7 @@ class Runner:
         weights = load_weights(self.folder, self.config, device=self.device)
         edit_weights(weights.tensors)
         parallel = SingleProcess()
-        self.model = Model(self.config, self.profile, weights, self.caches, parallel, self.device, max_model_len=self.max_tokens)
+        self.model = Model(self.config, self.profile, weights, self.caches, parallel, self.device, max_model_len or self.max_tokens)
         self.hasher = EngramHasher(self.config, token_map_from_folder(self.folder, self.config)) if self.config.engram_layer_ids else None
 
     def batch(self, token_ids: np.ndarray, start: int, end: int, want_logits: str = "all"):

@@ -7,10 +7,171 @@
 
 namespace mdi::moe {
 
-inline void define_moe(Library& m) { (void)m; }
+inline void define_moe(Library& m) {
+    m.def("moe_route(Tensor x, Tensor weight, Tensor bias, float scaling, Tensor(a!) ids, Tensor(b!) weights) -> ()");
+    m.def(
+        "moe_permute(Tensor ids, int first_expert, int num_local, Tensor(a!) row_of_slot, Tensor(b!) slot_of_row, "
+        "Tensor(c!) offsets, Tensor(d!) counts) -> ()");
+    m.def(
+        "moe_grouped_gemm(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale, Tensor offsets, Tensor? a_rows, "
+        "Tensor(a!) out) -> ()");
+    m.def(
+        "moe_swiglu_quant(Tensor gu, Tensor? row_weight, float limit, Tensor? num_rows, Tensor(a!)? codes, "
+        "Tensor(b!)? scale, Tensor(c!)? h) -> ()");
+    m.def("moe_combine(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor(a!) out) -> ()");
+}
 
 #ifdef MDI_WITH_CUDA
-inline void implement_moe(Library& m) { (void)m; }
+// CUDA device of the op, contiguous, shape and dtype: what every operand of these ops must be.
+inline void check_operand(const char* op, const char* name, const Tensor& tensor, int32_t device, ScalarType type,
+                          std::initializer_list<Dim> shape) {
+    check_cuda_tensor(op, name, tensor, device);
+    check_dtype(op, name, tensor, {type});
+    check_shape(op, name, tensor, shape);
+    check_contiguous(op, name, tensor);
+}
+
+inline void route(const Tensor& x, const Tensor& weight, const Tensor& bias, double scaling, const Tensor& ids,
+                  const Tensor& weights) {
+    const char* op = "moe.route";
+    const DeviceScope scope(x);
+    MDI_CHECK(op, x, x.dim() == 2, "must be [T, N], got ", list_string(x.sizes()));
+    MDI_CHECK(op, ids, ids.dim() == 2, "must be [T, k], got ", list_string(ids.sizes()));
+    MDI_CHECK(op, bias, bias.dim() == 1, "must be [E], got ", list_string(bias.sizes()));
+    const int64_t t = x.size(0), n = x.size(1), e = bias.size(0), k = ids.size(1);
+    check_operand(op, "x", x, scope.device, ScalarType::BFloat16, {{"T", t}, {"N", n}});
+    check_operand(op, "weight", weight, scope.device, ScalarType::BFloat16, {{"E", e}, {"N", n}});
+    check_operand(op, "bias", bias, scope.device, ScalarType::Float, {{"E", e}});
+    check_operand(op, "ids", ids, scope.device, ScalarType::Int, {{"T", t}, {"k", k}});
+    check_operand(op, "weights", weights, scope.device, ScalarType::Float, {{"T", t}, {"k", k}});
+    MDI_CHECK(op, x, n % 32 == 0 && n > 0, "must have a multiple of 32 columns, got N=", n);
+    MDI_CHECK(op, weight, e >= 1 && e <= 512, "must have 1..512 rows, got E=", e);
+    MDI_CHECK(op, ids, k >= 1 && k <= 32 && k <= e, "must have 1..min(32, E=", e, ") columns, got k=", k);
+    MDI_CHECK(op, x, t < (int64_t{1} << 31), "must have fewer than 2^31 rows, got T=", t);
+    MDI_CHECK_ALIGN(op, x, 16);
+    MDI_CHECK_ALIGN(op, weight, 16);
+    launch_route({t, static_cast<int>(n), static_cast<int>(e), static_cast<int>(k), static_cast<float>(scaling),
+                  data<const uint16_t>(x), data<const uint16_t>(weight), data<const float>(bias), data<int32_t>(ids),
+                  data<float>(weights), scope.stream});
+}
+
+inline void permute(const Tensor& ids, int64_t first_expert, int64_t num_local, const Tensor& row_of_slot,
+                    const Tensor& slot_of_row, const Tensor& offsets, const Tensor& counts) {
+    const char* op = "moe.permute";
+    const DeviceScope scope(ids);
+    MDI_CHECK(op, ids, ids.dim() == 2, "must be [T, k], got ", list_string(ids.sizes()));
+    const int64_t t = ids.size(0), k = ids.size(1), m = t * k;
+    MDI_CHECK_INT32(op, first_expert);
+    MDI_CHECK(op, num_local, num_local >= 0 && num_local <= kMaxExperts, "must be 0..", kMaxExperts, ", got ", num_local);
+    MDI_CHECK(op, ids, m < (int64_t{1} << 31), "must have fewer than 2^31 slots, got T*k=", m);
+    check_operand(op, "ids", ids, scope.device, ScalarType::Int, {{"T", t}, {"k", k}});
+    check_operand(op, "row_of_slot", row_of_slot, scope.device, ScalarType::Int, {{"T", t}, {"k", k}});
+    check_operand(op, "slot_of_row", slot_of_row, scope.device, ScalarType::Int, {{"T*k", m}});
+    check_operand(op, "offsets", offsets, scope.device, ScalarType::Int, {{"num_local+1", num_local + 1}});
+    check_operand(op, "counts", counts, scope.device, ScalarType::Int,
+                  {{"blocks", permute_num_blocks(m)}, {"num_local", num_local}});
+    launch_permute({m, static_cast<int>(first_expert), static_cast<int>(num_local), data<const int32_t>(ids),
+                    data<int32_t>(row_of_slot), data<int32_t>(slot_of_row), data<int32_t>(offsets), data<int32_t>(counts),
+                    scope.stream});
+}
+
+inline GroupedGemmParams grouped_gemm_params(const char* op, const Tensor& a, const Tensor& a_scale, const Tensor& weight,
+                                             const Tensor& weight_scale, const Tensor& offsets,
+                                             const std::optional<Tensor>& a_rows, const Tensor& out,
+                                             const DeviceScope& scope) {
+    MDI_CHECK(op, a, a.dim() == 2, "must be [rows, K], got ", list_string(a.sizes()));
+    MDI_CHECK(op, weight, weight.dim() == 3, "must be [E, O, K/2], got ", list_string(weight.sizes()));
+    MDI_CHECK(op, out, out.dim() == 2, "must be [M, O], got ", list_string(out.sizes()));
+    const int64_t rows = a.size(0), k = a.size(1), e = weight.size(0), o = weight.size(1), m = out.size(0);
+    MDI_CHECK_DTYPE(op, a, ScalarType::Float8_e4m3fn, ScalarType::Byte);
+    check_operand(op, "a", a, scope.device, a.scalar_type(), {{"rows", rows}, {"K", k}});
+    check_operand(op, "a_scale", a_scale, scope.device, ScalarType::Byte, {{"rows", rows}, {"K/32", k / 32}});
+    check_operand(op, "weight", weight, scope.device, ScalarType::Byte, {{"E", e}, {"O", o}, {"K/2", k / 2}});
+    check_operand(op, "weight_scale", weight_scale, scope.device, ScalarType::Byte, {{"E", e}, {"O", o}, {"K/32", k / 32}});
+    check_operand(op, "offsets", offsets, scope.device, ScalarType::Int, {{"E+1", e + 1}});
+    check_operand(op, "out", out, scope.device, ScalarType::BFloat16, {{"M", m}, {"O", o}});
+    if (a_rows) check_operand(op, "a_rows", *a_rows, scope.device, ScalarType::Int, {{"M", m}});
+    else MDI_CHECK(op, a, rows == m, "must have M=", m, " rows like out when a_rows is None, got ", rows);
+    MDI_CHECK(op, a, k % 32 == 0 && k > 0 && k <= (1 << 20), "must have a multiple of 32 columns up to 2^20, got K=", k);
+    MDI_CHECK(op, weight, o % 32 == 0 && o <= (1 << 20), "must have a multiple of 32 rows up to 2^20, got O=", o);
+    MDI_CHECK(op, weight, e <= kMaxExperts, "must have at most ", kMaxExperts, " experts, got E=", e);
+    MDI_CHECK(op, out, m < (int64_t{1} << 31), "must have fewer than 2^31 rows, got M=", m);
+    MDI_CHECK(op, a, rows < (int64_t{1} << 31), "must have fewer than 2^31 rows, got ", rows);
+    MDI_CHECK(op, out, ((m + 127) / 128 + e) * ((o + 127) / 128) < (int64_t{1} << 31),
+              "is too large: row tiles times column tiles must be below 2^31, got M=", m, ", O=", o, ", E=", e);
+    MDI_CHECK_ALIGN(op, a, 16);
+    MDI_CHECK_ALIGN(op, weight, 16);
+    MDI_CHECK_ALIGN(op, out, 16);
+    return {m, rows, static_cast<int>(e), static_cast<int>(k), static_cast<int>(o), data<const uint8_t>(a),
+            data<const uint8_t>(a_scale), data<const int32_t>(a_rows), data<const uint8_t>(weight),
+            data<const uint8_t>(weight_scale), data<const int32_t>(offsets), data<uint16_t>(out), scope.stream};
+}
+
+inline void grouped_gemm(const Tensor& a, const Tensor& a_scale, const Tensor& weight, const Tensor& weight_scale,
+                         const Tensor& offsets, std::optional<Tensor> a_rows, const Tensor& out) {
+    const DeviceScope scope(a);
+    launch_grouped_gemm(
+        grouped_gemm_params("moe.grouped_gemm", a, a_scale, weight, weight_scale, offsets, a_rows, out, scope));
+}
+
+inline void swiglu_quant(const Tensor& gu, std::optional<Tensor> row_weight, double limit, std::optional<Tensor> num_rows,
+                         std::optional<Tensor> codes, std::optional<Tensor> scale, std::optional<Tensor> h) {
+    const char* op = "moe.swiglu_quant";
+    const DeviceScope scope(gu);
+    MDI_CHECK(op, gu, gu.dim() == 2, "must be [M, 2F], got ", list_string(gu.sizes()));
+    const int64_t m = gu.size(0), f = gu.size(1) / 2;
+    check_operand(op, "gu", gu, scope.device, ScalarType::BFloat16, {{"M", m}, {"2F", 2 * f}});
+    MDI_CHECK(op, gu, f % 32 == 0 && f > 0 && f <= (1 << 20), "must have 2F columns, F a multiple of 32 up to 2^20, got F=", f);
+    MDI_CHECK(op, gu, m < (int64_t{1} << 31), "must have fewer than 2^31 rows, got M=", m);
+    MDI_CHECK(op, codes, codes.has_value() == scale.has_value() && codes.has_value() != h.has_value(),
+              "and scale, or h: exactly one of the two outputs must be given");
+    if (row_weight) check_operand(op, "row_weight", *row_weight, scope.device, ScalarType::Float, {{"M", m}});
+    if (num_rows) check_operand(op, "num_rows", *num_rows, scope.device, ScalarType::Int, {{"one", 1}});
+    if (codes) {
+        check_operand(op, "codes", *codes, scope.device, ScalarType::Float8_e4m3fn, {{"M", m}, {"F", f}});
+        check_operand(op, "scale", *scale, scope.device, ScalarType::Byte, {{"M", m}, {"F/32", f / 32}});
+        check_align(op, "codes", *codes, 8);
+    } else {
+        check_operand(op, "h", *h, scope.device, ScalarType::BFloat16, {{"M", m}, {"F", f}});
+        check_align(op, "h", *h, 16);
+    }
+    MDI_CHECK_ALIGN(op, gu, 16);
+    launch_swiglu_quant({m, static_cast<int>(f), static_cast<float>(limit), data<const uint16_t>(gu),
+                         data<const float>(row_weight), data<const int32_t>(num_rows), data<uint8_t>(codes),
+                         data<uint8_t>(scale), data<uint16_t>(h), scope.stream});
+}
+
+inline void combine(const Tensor& y, const Tensor& row_of_slot, std::optional<Tensor> shared, const Tensor& out) {
+    const char* op = "moe.combine";
+    const DeviceScope scope(out);
+    MDI_CHECK(op, y, y.dim() == 2, "must be [M, N], got ", list_string(y.sizes()));
+    MDI_CHECK(op, row_of_slot, row_of_slot.dim() == 2, "must be [T, k], got ", list_string(row_of_slot.sizes()));
+    const int64_t m = y.size(0), n = y.size(1), t = row_of_slot.size(0), k = row_of_slot.size(1);
+    check_operand(op, "y", y, scope.device, ScalarType::BFloat16, {{"M", m}, {"N", n}});
+    check_operand(op, "row_of_slot", row_of_slot, scope.device, ScalarType::Int, {{"T", t}, {"k", k}});
+    if (shared) {
+        check_operand(op, "shared", *shared, scope.device, ScalarType::BFloat16, {{"T", t}, {"N", n}});
+        check_align(op, "shared", *shared, 16);
+    }
+    MDI_CHECK_DTYPE(op, out, ScalarType::BFloat16, ScalarType::Float);
+    check_operand(op, "out", out, scope.device, out.scalar_type(), {{"T", t}, {"N", n}});
+    MDI_CHECK(op, y, n % 8 == 0 && n < (1 << 24), "must have a multiple of 8 columns, got N=", n);
+    MDI_CHECK(op, row_of_slot, k <= 32, "must have at most 32 columns, got k=", k);
+    MDI_CHECK(op, row_of_slot, t < (int64_t{1} << 31), "must have fewer than 2^31 rows, got T=", t);
+    MDI_CHECK_ALIGN(op, y, 16);
+    MDI_CHECK_ALIGN(op, out, 16);
+    launch_combine({t, static_cast<int>(n), static_cast<int>(k), out.scalar_type() == ScalarType::Float,
+                    data<const uint16_t>(y), data<const int32_t>(row_of_slot), data<const uint16_t>(shared),
+                    out.data_ptr(), scope.stream});
+}
+
+inline void implement_moe(Library& m) {
+    m.impl("moe_route", TORCH_BOX(&route));
+    m.impl("moe_permute", TORCH_BOX(&permute));
+    m.impl("moe_grouped_gemm", TORCH_BOX(&grouped_gemm));
+    m.impl("moe_swiglu_quant", TORCH_BOX(&swiglu_quant));
+    m.impl("moe_combine", TORCH_BOX(&combine));
+}
 #endif
 
 }  // namespace mdi::moe

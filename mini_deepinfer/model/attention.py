@@ -107,7 +107,7 @@ class Attention:
     def _group_output(self, o: torch.Tensor) -> torch.Tensor:
         """o [T, H, D] through the grouped projection: [T, groups * rank] (spec 4.7)."""
         groups, rank = self.config.o_groups, self.config.o_lora_rank
-        o = o.view(o.shape[0], groups, -1)
+        o = o.unflatten(1, (groups, -1)).flatten(2)
         z = torch.empty(o.shape[0], groups, rank, dtype=o.dtype, device=o.device)
         for g, weight in enumerate(self.wo_a):
             if isinstance(weight, Fp8Weight):

@@ -51,8 +51,8 @@ class RowFetch:
             current.wait_event(event)
             codes.record_stream(current)
             scale.record_stream(current)
-        tokens = self._row_ids.shape[0]
-        return codes.view(tokens, -1), scale.view(tokens, -1)
+        tokens, rows = self._row_ids.shape
+        return codes.view(tokens, rows * codes.shape[1]), scale.view(tokens, rows * scale.shape[1])
 
 
 class Engram:

@@ -111,6 +111,6 @@ class MoE:
         slots = torch.zeros(tokens * k, y.shape[1], dtype=y.dtype)
         local = (slot_of_row >= 0).nonzero().squeeze(1)
         slots[slot_of_row[local].long()] = y[local]
-        own = self.parallel.reduce_scatter(slots.view(tokens, k, -1), counts)
+        own = self.parallel.reduce_scatter(slots.view(tokens, k, y.shape[1]), counts)
         order = torch.arange(own.shape[0] * k, dtype=torch.int32).view(-1, k)
         return moe.combine(own.flatten(0, 1), order, shared, dtype)

@@ -64,11 +64,11 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "indexer.cache_rows": (),
     #
     # -- moe
-    "moe.route": (),
-    "moe.permute": (),
-    "moe.grouped_gemm": (),
-    "moe.swiglu_quant": (),
-    "moe.combine": (),
+    "moe.route": ("portable",),
+    "moe.permute": ("portable",),
+    "moe.grouped_gemm": ("portable",),
+    "moe.swiglu_quant": ("portable",),
+    "moe.combine": ("portable",),
 }
 
 _CAPABILITY = {"sm90": (9, 0), "sm100": (10, 0)}  # an implementation that is not listed runs on every built GPU

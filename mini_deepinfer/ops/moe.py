@@ -1,3 +1,258 @@
-"""Public ops of this stage; kernels are dispatched here once they exist."""
+"""MoE ops: router, row permutation, grouped expert products, SwiGLU with quantisation, combine (model spec 6).
 
-from mini_deepinfer.ops.reference.moe import *  # noqa: F403
+Letters: T tokens, N hidden, E experts, k picks per token, M routed rows (at most T * k), K and O columns and outputs of a
+product, F expert hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mini_deepinfer.ops._dispatch import call, select
+from mini_deepinfer.ops.reference import moe as reference
+
+_PERMUTE_BLOCK_SLOTS = 2048  # kPermuteBlockSlots of csrc/moe/moe.h: slots of one block, sizes the workspace
+_COMPUTE = (torch.bfloat16, torch.float32)
+
+
+def _check(op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, **shape: int) -> None:
+    """Dtype, device and shape (letter=size, in order) of one operand."""
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{op}: {name} must be {wanted}, got {str(tensor.dtype).removeprefix('torch.')}")
+    if tuple(tensor.shape) != tuple(shape.values()):
+        wanted = ", ".join(f"{letter}={size}" for letter, size in shape.items())
+        raise ValueError(f"{op}: {name} must be [{wanted}], got {list(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{op}: {name} must be on {device} like the first operand, got {tensor.device}")
+
+
+def _check_dims(op: str, name: str, tensor: Tensor, dims: int, letters: str) -> None:
+    if tensor.dim() != dims:
+        raise ValueError(f"{op}: {name} must be [{letters}], got {list(tensor.shape)}")
+
+
+def route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scaling: float, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """Choose k experts for every token by sqrt(softplus(x W^T)) + bias, ties to the lower id (model spec 6.1).
+
+    Shapes: T tokens, N hidden, E experts.
+        x       [T, N]  bfloat16 or float32, contiguous
+        weight  [E, N]  bfloat16 or float32, contiguous; the kernel takes bfloat16
+        bias    [E]     float32, for the selection only
+        k       int     1 <= k <= E (kernel: k <= 32, E <= 512, N a multiple of 32)
+    Returns:
+        ids     [T, k]  int32, ascending
+        weights [T, k]  float32: score / (sum + 1e-20) * scaling, the sum in order of selection
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape, device or k
+        RuntimeError           not contiguous, or past the kernel's limits
+    Deterministic; a token's result does not depend on T. Synchronises: no. Workspace: none. NaN: counts as the largest
+    score and makes the token's weights NaN.
+    Kernel: csrc/moe/route.cu. Reference: ops.reference.moe.route.
+    """
+    op = "moe.route"
+    _check_dims(op, "x", x, 2, "T, N")
+    _check_dims(op, "weight", weight, 2, "E, N")
+    t, n, e = x.shape[0], x.shape[1], weight.shape[0]
+    _check(op, "x", x, _COMPUTE, x.device, T=t, N=n)
+    _check(op, "weight", weight, _COMPUTE, x.device, E=e, N=n)
+    _check(op, "bias", bias, (torch.float32,), x.device, E=e)
+    if not 1 <= k <= e:
+        raise ValueError(f"{op}: k must be in 1..E={e}, got {k}")
+    impl = select(op, x, impl=impl)
+    if impl == "reference":
+        return reference.route(x, weight, bias, k, scaling)
+    if weight.dtype != torch.bfloat16:
+        raise TypeError(f"{op}: weight must be bfloat16 for the {impl} kernel, got float32. Cast with weight.bfloat16().")
+    ids = torch.empty(t, k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(t, k, dtype=torch.float32, device=x.device)
+    if t:
+        call(op, impl, x, weight, bias, float(scaling), ids, weights)
+    return ids, weights
+
+
+def permute(ids: Tensor, first_expert: int, num_local: int, *, impl: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of this rank's experts, expert-major, inside an expert in ascending flat slot t * k + j.
+
+    Shapes: T tokens, k picks.
+        ids           [T, k]  int32, contiguous; experts outside first_expert .. first_expert + num_local - 1 get no row
+        num_local     int     0 <= num_local (kernel: <= 1024, T * k < 2^31)
+    Returns:
+        row_of_slot   [T, k]           int32, -1 = another rank's expert
+        slot_of_row   [T * k]          int32, -1 at and past offsets[-1]
+        offsets       [num_local + 1]  int32, rows offsets[e] .. offsets[e+1] - 1 belong to local expert e
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape or range
+        RuntimeError           not contiguous, or past the kernel's limits
+    Deterministic. Synchronises: no. Workspace: num_local int32 per 2,048 slots.
+    Kernel: csrc/moe/permute.cu. Reference: ops.reference.moe.permute.
+    """
+    op = "moe.permute"
+    _check_dims(op, "ids", ids, 2, "T, k")
+    _check(op, "ids", ids, (torch.int32,), ids.device, T=ids.shape[0], k=ids.shape[1])
+    if first_expert < 0 or num_local < 0:
+        raise ValueError(f"{op}: first_expert and num_local must be >= 0, got {first_expert} and {num_local}")
+    impl = select(op, ids, impl=impl)
+    if impl == "reference":
+        return reference.permute(ids, first_expert, num_local)
+    slots = ids.numel()
+    blocks = max(1, -(-slots // _PERMUTE_BLOCK_SLOTS))
+    row_of_slot = torch.empty_like(ids)
+    slot_of_row = torch.empty(slots, dtype=torch.int32, device=ids.device)
+    offsets = torch.empty(num_local + 1, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(blocks, num_local, dtype=torch.int32, device=ids.device)
+    call(op, impl, ids, first_expert, num_local, row_of_slot, slot_of_row, offsets, counts)
+    return row_of_slot, slot_of_row, offsets
+
+
+def grouped_gemm(
+    a: Tensor,
+    a_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offsets: Tensor,
+    a_rows: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    impl: str | None = None,
+) -> Tensor:
+    """Row i of expert e (offsets[e] <= i < offsets[e+1]) times the MXFP4 weight of e, one rounding (model spec 6.2).
+
+    Shapes: M rows of the product, K columns, E experts, O outputs; K and O multiples of 32.
+        a             [M or any, K]     float8_e4m3fn, contiguous; bfloat16 or float32 when a_scale is None
+        a_scale       [like a, K/32]    uint8 E8M0; None = unquantised activations (reference only)
+        weight        [E, O, K/2]       uint8, two E2M1 codes a byte, even column in the low nibble, contiguous
+        weight_scale  [E, O, K/32]      uint8 E8M0, contiguous
+        offsets       [E + 1]           int32, ascending from 0, offsets[E] <= M; on the device, never read by the host
+        a_rows        [M]               int32, row of `a` for every row of the product; None = the same row
+        out           [M, O]            optional; its dtype wins over out_dtype
+    Returns:
+        [M, O] out_dtype; rows at or past offsets[E] are not written (uninitialised when `out` is not given)
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape or device
+        RuntimeError           not contiguous or not 16-byte aligned on CUDA; GPU or build cannot run it
+    Deterministic; a row does not depend on its neighbours. Synchronises: no. Workspace: none. NaN: codes 0x7f and 0xff and
+    scale byte 255 make their outputs NaN; weights of experts without rows are never read.
+    Kernel: csrc/moe/grouped_gemm.cu. Reference: ops.reference.moe.grouped_gemm.
+    """
+    op = "moe.grouped_gemm"
+    _check_dims(op, "a", a, 2, "rows, K")
+    _check_dims(op, "weight", weight, 3, "E, O, K/2")
+    rows, k = a.shape
+    e, o = weight.shape[0], weight.shape[1]
+    if k % 32 or o % 32 or k == 0:
+        raise ValueError(f"{op}: K and O must be multiples of 32, got K={k}, O={o}")
+    _check(op, "a", a, (torch.float8_e4m3fn,) if a_scale is not None else _COMPUTE, a.device, rows=rows, K=k)
+    if a_scale is not None:
+        _check(op, "a_scale", a_scale, (torch.uint8,), a.device, **{"rows": rows, "K/32": k // 32})
+    _check(op, "weight", weight, (torch.uint8,), a.device, **{"E": e, "O": o, "K/2": k // 2})
+    _check(op, "weight_scale", weight_scale, (torch.uint8,), a.device, **{"E": e, "O": o, "K/32": k // 32})
+    _check(op, "offsets", offsets, (torch.int32,), a.device, **{"E+1": e + 1})
+    m = rows
+    if a_rows is not None:
+        _check_dims(op, "a_rows", a_rows, 1, "M")
+        m = a_rows.shape[0]
+        _check(op, "a_rows", a_rows, (torch.int32,), a.device, M=m)
+    if out is not None:
+        _check(op, "out", out, _COMPUTE, a.device, M=m, O=o)
+        out_dtype = out.dtype
+    if a_scale is None and impl is None:
+        impl = "reference"  # no kernel multiplies unquantised activations
+    impl = select(op, a, impl=impl, compute_dtype=out_dtype)
+    if impl == "reference":
+        return reference.grouped_gemm(a, a_scale, weight, weight_scale, offsets, a_rows, out, out_dtype)
+    if a_scale is None:
+        raise RuntimeError(f"{op}: implementation {impl!r} needs a_scale (E4M3 activations); use impl='reference'")
+    if out is None:
+        out = torch.empty(m, o, dtype=out_dtype, device=a.device)
+    if m and e and o:
+        call(op, impl, a, a_scale, weight, weight_scale, offsets, a_rows, out)
+    return out
+
+
+def swiglu_quant(
+    gu: Tensor,
+    row_weight: Tensor | None,
+    limit: float,
+    num_rows: Tensor | None = None,
+    quantise: bool = True,
+    *,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor] | Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) * row_weight, rounded, then quantised 1x32 (model spec 6.2, 8).
+
+    Shapes: M rows, F expert hidden, a multiple of 32.
+        gu          [M, 2F]  bfloat16 or float32, contiguous: gate, then up
+        row_weight  [M]      float32 or None
+        limit       float    0 = no clamp; the gate is clamped from above only
+        num_rows    [1]      int32 on the device or None: rows at or past it are not computed
+    Returns:
+        codes [M, F] float8_e4m3fn and scale [M, F/32] uint8 E8M0; or h [M, F] of gu's dtype when quantise is False.
+        Rows at or past num_rows are uninitialised (the reference computes them).
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape, device or limit
+        RuntimeError           not contiguous, GPU or build cannot run it
+    Deterministic. Synchronises: no. Workspace: none. NaN passes the clamps; a group with NaN gets scale byte 255.
+    Kernel: csrc/moe/swiglu_quant.cu. Reference: ops.reference.moe.swiglu_quant.
+    """
+    op = "moe.swiglu_quant"
+    _check_dims(op, "gu", gu, 2, "M, 2F")
+    m, f = gu.shape[0], gu.shape[1] // 2
+    if gu.shape[1] % 64 or f == 0:
+        raise ValueError(f"{op}: gu must have 2F columns, F a multiple of 32, got {gu.shape[1]}")
+    _check(op, "gu", gu, _COMPUTE, gu.device, **{"M": m, "2F": 2 * f})
+    if row_weight is not None:
+        _check(op, "row_weight", row_weight, (torch.float32,), gu.device, M=m)
+    if num_rows is not None:
+        _check(op, "num_rows", num_rows, (torch.int32,), gu.device, one=1)
+    if not limit >= 0:
+        raise ValueError(f"{op}: limit must be >= 0 (0 = no clamp), got {limit}")
+    impl = select(op, gu, impl=impl)
+    if impl == "reference":
+        return reference.swiglu_quant(gu, row_weight, limit, num_rows, quantise)
+    if not quantise:
+        h = torch.empty(m, f, dtype=gu.dtype, device=gu.device)
+        if m:
+            call(op, impl, gu, row_weight, float(limit), num_rows, None, None, h)
+        return h
+    codes = torch.empty(m, f, dtype=torch.float8_e4m3fn, device=gu.device)
+    scale = torch.empty(m, f // 32, dtype=torch.uint8, device=gu.device)
+    if m:
+        call(op, impl, gu, row_weight, float(limit), num_rows, codes, scale, None)
+    return codes, scale
+
+
+def combine(y: Tensor, row_of_slot: Tensor, shared: Tensor | None, out_dtype: torch.dtype, *, impl: str | None = None) -> Tensor:
+    """Float32 sum of each token's expert rows in slot order, then the shared expert, one rounding (model spec 6.2).
+
+    Shapes: M expert rows, T tokens, k picks, N hidden (kernel: a multiple of 8, k <= 32).
+        y            [M, N]  bfloat16 or float32, contiguous; rows no slot names are never read
+        row_of_slot  [T, k]  int32, -1 = no row here
+        shared       [T, N]  dtype of y, or None
+    Returns:
+        [T, N] out_dtype; a token without rows gets shared, or 0
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape or device
+        RuntimeError           not contiguous, GPU or build cannot run it
+    Deterministic. Synchronises: no. Workspace: none.
+    Kernel: csrc/moe/combine.cu. Reference: ops.reference.moe.combine.
+    """
+    op = "moe.combine"
+    _check_dims(op, "y", y, 2, "M, N")
+    _check_dims(op, "row_of_slot", row_of_slot, 2, "T, k")
+    n, (t, k) = y.shape[1], row_of_slot.shape
+    _check(op, "y", y, _COMPUTE, y.device, M=y.shape[0], N=n)
+    _check(op, "row_of_slot", row_of_slot, (torch.int32,), y.device, T=t, k=k)
+    if shared is not None:
+        _check(op, "shared", shared, (y.dtype,), y.device, T=t, N=n)
+    if out_dtype not in _COMPUTE:
+        raise TypeError(f"{op}: out_dtype must be bfloat16 or float32, got {out_dtype}")
+    impl = select(op, y, impl=impl)
+    if impl == "reference":
+        return reference.combine(y, row_of_slot, shared, out_dtype)
+    out = torch.empty(t, n, dtype=out_dtype, device=y.device)
+    if t and n:
+        call(op, impl, y, row_of_slot, shared, out)
+    return out

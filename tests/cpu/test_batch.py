@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 import torch
-from fake_model import VOCAB, FakeModel, fake_config
 
 from mini_deepinfer.batch import ChunkRequest, build_batch
 from mini_deepinfer.kv_cache import CacheGeometry, Caches
+from tests.cpu.fake_model import VOCAB, FakeModel, fake_config
 
 
 def loop_batch(requests: list[ChunkRequest], geometry: CacheGeometry) -> dict:

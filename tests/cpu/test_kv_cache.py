@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fake_model import fake_config
 
 from mini_deepinfer.kv_cache import CacheGeometry, Caches, PageAllocator, PrefixCache, cache_bytes, page_bytes
+from tests.cpu.fake_model import fake_config
 
 
 def prefix_cache(num_pages: int = 16, *, budget: int = 4, salt: bytes = b"model") -> PrefixCache:

@@ -1,0 +1,86 @@
+// Tiles of a grouped product, found on the device from the expert offsets: no host sync, no padding rows.
+//
+// Every block builds the prefix sum of ceil(rows / kBlockM) over the experts in shared memory (build), then maps tile
+// numbers 0 .. num_tiles - 1 to (expert, row tile, column tile) by a binary search (find). Tiles of one expert are
+// neighbours; inside an expert the row tile moves fastest within bands of kBand row tiles, so that blocks which run
+// at the same time share the expert's weight tile and a bounded set of rows in L2. An expert without rows has no tile:
+// its weights are never touched.
+#pragma once
+#include <cstdint>
+
+#include "common/math.h"
+#include "common/reduce.cuh"
+#include "moe/moe.h"
+
+namespace mdi::moe {
+
+struct Tile {
+    int expert;
+    int64_t first_row;  // of out
+    int num_rows;       // 1 .. kBlockM
+    int first_column;
+};
+
+template <int kBlockM, int kBlockN, int kThreads>
+struct TileScheduler {
+    static constexpr int kBand = 16;
+    static constexpr int kWarps = kThreads / 32;
+
+    struct Storage {
+        int starts[kMaxExperts + 1];  // row tiles before expert e
+        int warp_sums[kWarps];
+    };
+
+    // All kThreads threads call it; ends with a barrier. Thread t owns a run of experts.
+    static __device__ void build(Storage& storage, const int32_t* __restrict__ offsets, int num_experts) {
+        const int thread = static_cast<int>(threadIdx.x);
+        const int share = ceil_div(num_experts, kThreads);
+        const int begin = min(thread * share, num_experts), end = min(begin + share, num_experts);
+        int sum = 0;
+        for (int e = begin; e < end; ++e) sum += ceil_div(max(offsets[e + 1] - offsets[e], 0), kBlockM);
+        int inclusive = sum;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int below = __shfl_up_sync(kFullWarp, inclusive, step);
+            if (thread % 32 >= step) inclusive += below;
+        }
+        if (thread % 32 == 31) storage.warp_sums[thread / 32] = inclusive;
+        __syncthreads();
+        int running = inclusive - sum;
+        for (int warp = 0; warp < thread / 32; ++warp) running += storage.warp_sums[warp];
+        for (int e = begin; e < end; ++e) {
+            storage.starts[e] = running;
+            running += ceil_div(max(offsets[e + 1] - offsets[e], 0), kBlockM);
+        }
+        if (thread == kThreads - 1) storage.starts[num_experts] = running;
+        __syncthreads();
+    }
+
+    static __device__ int num_tiles(const Storage& storage, int num_experts, int num_out) {
+        return storage.starts[num_experts] * ceil_div(num_out, kBlockN);
+    }
+
+    static __device__ Tile find(const Storage& storage, const int32_t* __restrict__ offsets, int num_experts,
+                                int num_out, int tile) {
+        const int columns = ceil_div(num_out, kBlockN);
+        const int wanted = tile / columns;
+        int low = 0, high = num_experts - 1;  // first expert whose last row tile is past `wanted`
+        while (low < high) {
+            const int middle = (low + high) / 2;
+            if (storage.starts[middle + 1] > wanted) high = middle;
+            else low = middle + 1;
+        }
+        const int start = storage.starts[low];
+        const int row_tiles = storage.starts[low + 1] - start;
+        const int local = tile - start * columns;
+        const int band = local / (kBand * columns);
+        const int inside = local - band * kBand * columns;
+        const int height = min(kBand, row_tiles - band * kBand);
+        const int row_tile = band * kBand + inside % height;
+        const int begin = offsets[low], rows = offsets[low + 1] - begin;
+        return {low, static_cast<int64_t>(begin) + row_tile * kBlockM, min(kBlockM, rows - row_tile * kBlockM),
+                (inside / height) * kBlockN};
+    }
+};
+
+}  // namespace mdi::moe

@@ -1,0 +1,108 @@
+// SwiGLU of the expert products, with clamp, routing weight and the 1x32 FP8 quantisation of the next product's input
+// (model spec 6.2, 8), one pass:
+//     g = min(gate, limit);  u = clamp(up, -limit, limit);  h = bf16( g / (1 + exp(-g)) * u * row_weight )
+//     s = ceilpow2( max(amax32 |h|, 1e-4) / 448 );  code = e4m3( h / s )
+// fp32 between the bf16 input and the bf16 h, every product rounded on its own; limit 0 means no clamp.
+//
+// A thread takes 8 columns of a row (16 bytes of gate, 16 of up), four neighbouring lanes share a scale group. A block
+// walks over rows; rows at or past *num_rows_bound are neither read nor written, so a buffer sized for the worst case
+// costs nothing. NaN passes the clamps (comparisons are false for NaN, unlike fmin), makes its group's scale byte 255
+// and so reaches the product. A zero group gets the scale of the floor, 2^-22.
+// Memory: 4F + 1.03F bytes a row. No shared memory. Limits: F a multiple of 32.
+#include "common/launch.h"
+#include "common/number_formats.cuh"
+#include "common/ptx_sm80.cuh"
+#include "common/reduce.cuh"
+#include "moe/moe.h"
+
+namespace mdi::moe {
+namespace {
+
+constexpr int kMaxThreads = 512;
+constexpr int kColumns = 8;  // of a thread
+constexpr int kThreadsPerSm = 2048;
+
+__device__ __forceinline__ float swiglu(float gate, float up, float limit, float weight) {
+    if (limit > 0.0f) {
+        gate = gate > limit ? limit : gate;
+        up = up > limit ? limit : (up < -limit ? -limit : up);
+    }
+    const float silu = __fdiv_rn(gate, __fadd_rn(1.0f, expf(-gate)));
+    return __fmul_rn(__fmul_rn(silu, up), weight);
+}
+
+// Eight columns of h as bf16 pairs.
+__device__ __forceinline__ uint4 load_h(const SwigluQuantParams& p, int64_t row, int part) {
+    const uint16_t* gate = p.gu + row * 2 * p.hidden + part * kColumns;
+    const uint4 g = ptx::load_streaming(gate), u = ptx::load_streaming(gate + p.hidden);
+    const float weight = p.row_weight ? p.row_weight[row] : 1.0f;
+    const uint32_t gates[4] = {g.x, g.y, g.z, g.w}, ups[4] = {u.x, u.y, u.z, u.w};
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        pairs[i] = ptx::pack_bf16x2(
+            swiglu(bits_float(gates[i] << 16), bits_float(ups[i] << 16), p.limit, weight),
+            swiglu(bits_float(gates[i] & 0xffff0000u), bits_float(ups[i] & 0xffff0000u), p.limit, weight));
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+// Scale byte of the group of four lanes; NaN bits count as the largest. All 32 lanes must call it.
+__device__ __forceinline__ uint8_t group_scale(uint4 h) {
+    const uint32_t pairs[4] = {h.x, h.y, h.z, h.w};
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        amax = max(amax, pairs[i] << 16 & 0x7fffffffu);
+        amax = max(amax, pairs[i] & 0x7fff0000u);
+    }
+    return act_quant_scale(bits_float(warp_max<4>(amax)));
+}
+
+__device__ __forceinline__ uint2 quantise(uint4 h, float inverse) {
+    const uint32_t pairs[4] = {h.x, h.y, h.z, h.w};
+    uint32_t codes[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        codes[i] = e4m3x2_encode(bits_float(pairs[i] << 16) * inverse, bits_float(pairs[i] & 0xffff0000u) * inverse);
+    return make_uint2(codes[0] | codes[1] << 16, codes[2] | codes[3] << 16);
+}
+
+template <bool kQuantise>
+__global__ void __launch_bounds__(kMaxThreads) swiglu_quant_kernel(const __grid_constant__ SwigluQuantParams params) {
+    const int parts = params.hidden / kColumns;  // a multiple of 4: the lanes of a group agree on `valid`
+    const int padded = align_up(parts, 32);      // whole warps stay in one row
+    int64_t rows = params.num_rows;
+    if (params.num_rows_bound) rows = min(rows, static_cast<int64_t>(*params.num_rows_bound));
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        for (int part = static_cast<int>(threadIdx.x); part < padded; part += static_cast<int>(blockDim.x)) {
+            const bool valid = part < parts;
+            const uint4 h = valid ? load_h(params, row, part) : make_uint4(0, 0, 0, 0);
+            const int64_t column = row * params.hidden + part * kColumns;
+            if constexpr (kQuantise) {
+                const uint8_t scale = group_scale(h);
+                if (!valid) continue;
+                *reinterpret_cast<uint2*>(params.codes + column) = quantise(h, e8m0_inverse(scale));
+                if (part % 4 == 0) params.scale[column / 32] = scale;
+            } else if (valid) {
+                *reinterpret_cast<uint4*>(params.h + column) = h;
+            }
+        }
+    }
+}
+
+}  // namespace
+
+void launch_swiglu_quant(const SwigluQuantParams& params) {
+    if (params.num_rows == 0) return;
+    int device = 0, num_sms = 0;
+    check_cuda("moe.swiglu_quant", cudaGetDevice(&device));
+    check_cuda("moe.swiglu_quant", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+    const int threads = min_of(align_up(params.hidden / kColumns, 32), kMaxThreads);
+    const int64_t most_blocks = static_cast<int64_t>(num_sms) * (kThreadsPerSm / threads);
+    const LaunchConfig config{dim3(static_cast<unsigned>(min_of(params.num_rows, most_blocks))),
+                              dim3(static_cast<unsigned>(threads)), 0, params.stream};
+    if (params.codes) launch("moe.swiglu_quant", swiglu_quant_kernel<true>, config, params);
+    else launch("moe.swiglu_quant", swiglu_quant_kernel<false>, config, params);
+}
+
+}  // namespace mdi::moe

@@ -1,0 +1,204 @@
+"""The benchmarks on a CPU: rows are strict and complete, checks come first, steps are the same work."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from bench import bench_ops, bench_prefill, plot
+from bench.result import append_row, base_row, read_rows
+from bench.shapes import EP_RANKS, LOCAL_EXPERTS, LOCAL_ROWS, Case, strata_rows, uneven_offsets
+from bench.timing import summarise, time_paired
+from bench.workload import read_workload, single_request
+from mini_deepinfer.stages import STAGE_GROUPS
+from mini_deepinfer.tiny_checkpoint import PRESETS, write_tiny_checkpoint
+
+ROW_FIELDS = {"schema", "time_utc", "commit", "dirty", "gpu", "driver", "cuda", "torch", "arch", "world_size", "run_name"}
+OP_FIELDS = ROW_FIELDS | {
+    "op", "params", "dtype", "iters", "latency_ms", "tflops", "gb_per_s", "pct_of_peak", "baseline", "checked", "max_err",
+}  # fmt: skip
+STEP_FIELDS = ROW_FIELDS | {
+    "stage", "params", "dtype", "iters", "latency_ms", "checked", "model", "load_format", "input_len", "batch_size", "chunk",
+    "prefill_tok_per_s", "stages_ms", "load_s", "peak_gib", "parallel", "loopback", "rank_step_ms", "step_ms",
+}  # fmt: skip
+SMALL = ["--device", "cpu", "--prefill_batch_size", "24", "--context-len", "96", "--page-size", "8", "--num-steps", "2",
+         "--num-warmup", "0", "--no_cuda_graph"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cases")
+    write_tiny_checkpoint(path, PRESETS["cases"])
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_summary():
+    latency = summarise([5.0, 1.0, 2.0, 3.0, 4.0, 9.0, 8.0, 7.0, 6.0, 10.0, 11.0])
+    assert (latency.median, latency.p10, latency.p90, latency.iters) == (6.0, 2.0, 10.0, 11)
+    assert summarise([1.0, 2.0]).median == 1.5
+    with pytest.raises(ValueError, match="no samples"):
+        summarise([])
+
+
+def test_pairs_are_timed_in_turns():
+    calls: list[str] = []
+    runs = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    times = time_paired(runs, "cpu", warmup=1, iters=25)
+    assert times["a"].iters == times["b"].iters == 25
+    assert calls[2:24] == ["a"] * 10 + ["b"] * 10 + ["a"] * 2
+    with pytest.raises(ValueError, match="iters >= 1"):
+        time_paired(runs, "cpu", iters=0)
+
+
+def test_rows_are_strict_json(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = base_row("cpu", run_name="x")
+    assert set(row) == ROW_FIELDS
+    append_row(path, row)
+    append_row(path, row)
+    assert read_rows(path) == [row, row]
+    with pytest.raises(ValueError, match=r"field latency_ms.median is nan"):
+        append_row(path, row | {"latency_ms": {"median": float("nan")}})
+    assert len(read_rows(path)) == 2
+    path.write_text('{"a": NaN}\n')
+    with pytest.raises(ValueError, match="NaN is not JSON"):
+        read_rows(path)
+
+
+def test_draws():
+    generator = torch.Generator().manual_seed(0)
+    rows = strata_rows(64, 32, 1024, generator, shared_by=8)
+    assert rows.shape == (64, 32) and rows.dtype == torch.int32
+    assert torch.equal(rows // 32, torch.arange(32).expand(64, 32))  # one of each stratum, ascending
+    shared = (rows.view(8, 8, 32) == rows.view(8, 8, 32)[:, :1]).float().mean()
+    assert 0.5 < shared < 0.8
+    offsets = uneven_offsets(LOCAL_EXPERTS, LOCAL_ROWS, generator)
+    assert offsets[0] == 0 and offsets[-1] == LOCAL_ROWS == 24_576 and LOCAL_EXPERTS * EP_RANKS == 384
+    assert bool((offsets.diff() > 0).all()) and offsets.diff().max() > 2 * LOCAL_ROWS / LOCAL_EXPERTS
+    with pytest.raises(ValueError, match="at least one row per pick"):
+        strata_rows(1, 32, 16, generator)
+
+
+def _case(error: float = 0.0) -> Case:
+    def check(inputs, output):
+        if error > 0.5:
+            raise ValueError(f"max error {error} over its bound 0.5")
+        return error
+
+    return Case(
+        op="fake.add", name="n64", params={"n": 64}, make=lambda device: {"x": torch.zeros(64, device=device)},
+        run=lambda inputs, impl: inputs["x"] + 1, check=check, flops=64.0, bytes=512.0, impls=("portable", "reference"),
+    )  # fmt: skip
+
+
+def test_bench_ops(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "ops.jsonl"
+    monkeypatch.setattr(bench_ops, "load_cases", lambda folder: [_case(0.25)])
+    command = ["--device", "cpu", "--num-iters", "3", "--num-iters-warmup", "1", "--result-filename", str(path)]
+    assert bench_ops.main([*command, "--op", "fake", "--check"]) == 0
+    (row,) = read_rows(path)
+    assert set(row) >= OP_FIELDS
+    assert row["impl"] == "reference" and row["checked"] and row["max_err"] == 0.25 and row["iters"] == 3
+    assert "fake.add n64" in capsys.readouterr().err
+    assert bench_ops.main(command) == 0
+    assert read_rows(path)[1]["checked"] is False and read_rows(path)[1]["max_err"] is None
+    assert bench_ops.main([*command, "--op", "fak"]) == 2  # a prefix is a whole stage or op
+    monkeypatch.setattr(bench_ops, "load_cases", lambda folder: [_case(0.75)])
+    assert bench_ops.main([*command, "--check"]) == 1
+    assert len(read_rows(path)) == 2  # what fails its check is not measured
+    assert "over its bound" in capsys.readouterr().err
+
+
+def test_floor():
+    case = _case()
+    peaks = {"bf16": 1000.0, "fp8": 2000.0, "tb_per_s": 4.0}
+    assert bench_ops.floor_ms(case, peaks) == pytest.approx(512 / 4e9)
+
+
+def test_real_cases_load():
+    """Whatever cases there are name their op, and can be listed without a GPU."""
+    assert bench_ops.main(["--list"]) in (0, 2)
+
+
+def test_workload_file(tmp_path):
+    path = tmp_path / "workload.json"
+    raw = {"name": "w", "seed": 3, "shared_prefix_len": 8, "requests": [{"context_len": 20, "cached_len": 12, "new_tokens": 8}] * 2}
+    path.write_text(json.dumps(raw))
+    workload = read_workload(path)
+    assert workload.new_tokens == 16 and json.loads(json.dumps(workload.as_dict())) == raw
+    allowed = np.arange(4, 100)
+    ids = [workload.token_ids(0, rank, allowed) for rank in (0, 0, 1)]
+    assert np.array_equal(ids[0], ids[1])
+    assert np.array_equal(ids[0][:8], ids[2][:8]) and not np.array_equal(ids[0][8:], ids[2][8:])
+    assert ids[0].min() >= 4
+    for change, message in [
+        ({"seed": "x"}, "seed must be an integer"),
+        ({"sed": 1}, "unknown field sed"),
+        ({"requests": [{"context_len": 20, "cached_len": 16, "new_tokens": 8}]}, "cached_len"),
+        ({"requests": []}, "at least one request"),
+        ({"requests": [{"context": 20}]}, "not a workload file"),
+    ]:
+        path.write_text(json.dumps(raw | change))
+        with pytest.raises(ValueError, match=message):
+            read_workload(path)
+    with pytest.raises(ValueError, match="cached_len >= 0"):
+        single_request(64, None, 128, 0)
+
+
+@pytest.mark.parametrize("mode", ["one", "loopback", "workload"])
+def test_bench_prefill(mode, folder, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    arguments = ["--model", str(folder), "--result_jsonl", str(path), *SMALL]
+    if mode == "loopback":
+        arguments += ["--load-format", "dummy", "--ep-loopback", "4"]
+    if mode == "workload":
+        request = {"context_len": 40, "cached_len": 25, "new_tokens": 11}
+        workload = {"name": "two", "seed": 1, "shared_prefix_len": 0, "requests": [request, request]}
+        (tmp_path / "workload.json").write_text(json.dumps(workload))
+        arguments += ["--workload", str(tmp_path / "workload.json"), "--profile", str(tmp_path / "traces")]
+    assert bench_prefill.main(arguments) == 0
+    (row,) = read_rows(path)
+    assert set(row) >= STEP_FIELDS
+    assert set(row["stages_ms"]) <= set(STAGE_GROUPS) and "attention.sparse" in row["stages_ms"]
+    assert row["loopback"] == (mode == "loopback")
+    assert row["parallel"].startswith("loopback EP4" if mode == "loopback" else "EP1/DP1")
+    assert row["params"]["cached_fill"] == ("random" if mode == "loopback" else "prefill")
+    assert len(row["step_ms"]) == row["iters"] == 2 and len(row["rank_step_ms"]) == 1
+    assert row["chunk"] == (22 if mode == "workload" else 24)
+    assert row["prefill_tok_per_s"] == pytest.approx(1e3 * row["chunk"] / row["latency_ms"]["median"])
+    printed = capsys.readouterr()
+    assert "input tok/s/GPU" in printed.out and "sparse attention core" in printed.err
+    if mode == "loopback":
+        assert "loopback" in printed.out  # every row it prints says so
+    if mode == "workload":
+        assert len(list((tmp_path / "traces").iterdir())) == 1
+
+
+def test_bench_prefill_refuses(folder, tmp_path):
+    with pytest.raises(ValueError, match="limit of 256"):
+        bench_prefill.main(["--model", str(folder), *SMALL, "--context-len", "512"])
+    with pytest.raises(SystemExit):
+        bench_prefill.main(SMALL)
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "rows.jsonl"
+    row = base_row("cpu") | {"stages_ms": {"hc": 1.0, "moe.experts": 2.0}, "prefill_tok_per_s": 10.0}
+    row |= {"parallel": "EP1/DP1", "input_len": 96}
+    append_row(path, row)
+    for kind in ("stages", "lengths"):
+        out = tmp_path / f"{kind}.png"
+        assert plot.main([str(path), "--kind", kind, "--output", str(out)]) == 0
+        assert out.stat().st_size > 1000
+    path.write_text("")
+    assert plot.main([str(path), "--output", str(tmp_path / "no.png")]) == 2

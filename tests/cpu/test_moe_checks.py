@@ -1,0 +1,146 @@
+"""Checks of the MoE ops: wrong operands are refused with their name and never reach a kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mini_deepinfer.ops import moe
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every op takes the kernel path; launches are recorded instead of made."""
+    seen: list[str] = []
+    monkeypatch.setattr(moe, "select", lambda op, tensor, *, impl=None, compute_dtype=None: impl or "portable")
+    monkeypatch.setattr(moe, "call", lambda op, impl, *args: seen.append(op))
+    return seen
+
+
+def gemm(**changes: Any) -> dict[str, Any]:
+    args: dict[str, Any] = {
+        "a": torch.zeros(4, 64, dtype=torch.float8_e4m3fn),
+        "a_scale": torch.zeros(4, 2, dtype=torch.uint8),
+        "weight": torch.zeros(2, 96, 32, dtype=torch.uint8),
+        "weight_scale": torch.zeros(2, 96, 2, dtype=torch.uint8),
+        "offsets": torch.zeros(3, dtype=torch.int32),
+    }
+    return args | changes
+
+
+GEMM_ERRORS = [
+    ({"a": torch.zeros(4, 64)}, TypeError, r"grouped_gemm: a must be float8_e4m3fn, got float32"),
+    ({"a": torch.zeros(4, 2, 32, dtype=torch.float8_e4m3fn)}, ValueError, r"a must be \[rows, K\]"),
+    ({"a": torch.zeros(4, 96, dtype=torch.float8_e4m3fn)}, ValueError, r"a_scale must be \[rows=4, K/32=3\]"),
+    ({"a": torch.zeros(4, 48, dtype=torch.float8_e4m3fn)}, ValueError, r"multiples of 32, got K=48"),
+    ({"a_scale": torch.zeros(4, 4, dtype=torch.uint8)}, ValueError, r"a_scale must be \[rows=4, K/32=2\], got \[4, 4\]"),
+    ({"a_scale": torch.ones(4, 2)}, TypeError, r"a_scale must be uint8, got float32"),
+    ({"weight": torch.zeros(2, 96, 64, dtype=torch.uint8)}, ValueError, r"weight must be \[E=2, O=96, K/2=32\]"),
+    ({"weight": torch.zeros(2, 80, 32, dtype=torch.uint8)}, ValueError, r"O=80"),
+    ({"weight_scale": torch.zeros(2, 96, 4, dtype=torch.uint8)}, ValueError, r"weight_scale must be .*K/32=2"),
+    ({"offsets": torch.zeros(2, dtype=torch.int32)}, ValueError, r"offsets must be \[E\+1=3\], got \[2\]"),
+    ({"offsets": torch.zeros(3, dtype=torch.int64)}, TypeError, r"offsets must be int32, got int64"),
+    ({"a_rows": torch.zeros(4, dtype=torch.int64)}, TypeError, r"a_rows must be int32"),
+    ({"out": torch.zeros(4, 64, dtype=torch.bfloat16)}, ValueError, r"out must be \[M=4, O=96\]"),
+]
+
+
+@pytest.mark.parametrize("changes, error, match", GEMM_ERRORS)
+def test_grouped_gemm_refuses(launches: list[str], changes: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        moe.grouped_gemm(**gemm(**changes))
+    assert launches == []
+
+
+def test_grouped_gemm_launches(launches: list[str]) -> None:
+    assert moe.grouped_gemm(**gemm()).shape == (4, 96)
+    assert moe.grouped_gemm(**gemm(a_rows=torch.zeros(7, dtype=torch.int32))).shape == (7, 96)
+    assert launches == ["moe.grouped_gemm"] * 2
+    empty = gemm(a=torch.zeros(0, 64, dtype=torch.float8_e4m3fn), a_scale=torch.zeros(0, 2, dtype=torch.uint8))
+    assert moe.grouped_gemm(**empty).shape == (0, 96)
+    assert len(launches) == 2, "no rows, no launch"
+
+
+def test_grouped_gemm_without_scales_is_the_reference(launches: list[str]) -> None:
+    args = gemm(a=torch.zeros(4, 64), a_scale=None)
+    assert moe.grouped_gemm(**args, out_dtype=torch.float32).shape == (4, 96)
+    with pytest.raises(RuntimeError, match="needs a_scale"):
+        moe.grouped_gemm(**args, impl="portable")
+    assert launches == []
+
+
+ROUTE = {"x": torch.zeros(3, 64), "weight": torch.zeros(8, 64), "bias": torch.zeros(8), "k": 2, "scaling": 1.5}
+
+
+@pytest.mark.parametrize(
+    "changes, error, match",
+    [
+        ({"weight": torch.zeros(8, 32)}, ValueError, r"route: weight must be \[E=8, N=64\]"),
+        ({"bias": torch.zeros(7)}, ValueError, r"bias must be \[E=8\], got \[7\]"),
+        ({"bias": torch.zeros(8, dtype=torch.bfloat16)}, TypeError, r"bias must be float32"),
+        ({"k": 9}, ValueError, r"k must be in 1\.\.E=8, got 9"),
+        ({"k": 0}, ValueError, r"k must be in 1\.\.E=8, got 0"),
+        ({"x": torch.zeros(3, 64, dtype=torch.float16)}, TypeError, r"x must be bfloat16 or float32, got float16"),
+        ({}, TypeError, r"weight must be bfloat16 for the portable kernel"),
+    ],
+)
+def test_route_refuses(launches: list[str], changes: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        moe.route(**(ROUTE | changes))
+    assert launches == []
+
+
+def test_permute_refuses(launches: list[str]) -> None:
+    ids = torch.zeros(3, 2, dtype=torch.int32)
+    with pytest.raises(TypeError, match="ids must be int32, got int64"):
+        moe.permute(ids.long(), 0, 4)
+    with pytest.raises(ValueError, match=r"ids must be \[T, k\]"):
+        moe.permute(ids.flatten(), 0, 4)
+    with pytest.raises(ValueError, match="must be >= 0, got -1 and 4"):
+        moe.permute(ids, -1, 4)
+    assert launches == []
+    row_of_slot, slot_of_row, offsets = moe.permute(ids, 0, 4)
+    assert (row_of_slot.shape, slot_of_row.shape, offsets.shape) == ((3, 2), (6,), (5,))
+    assert launches == ["moe.permute"]
+
+
+def test_swiglu_quant_refuses(launches: list[str]) -> None:
+    gu = torch.zeros(3, 128, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="F a multiple of 32, got 96"):
+        moe.swiglu_quant(gu[:, :96], None, 10.0)
+    with pytest.raises(ValueError, match=r"row_weight must be \[M=3\], got \[4\]"):
+        moe.swiglu_quant(gu, torch.zeros(4), 10.0)
+    with pytest.raises(ValueError, match="limit must be >= 0"):
+        moe.swiglu_quant(gu, None, -1.0)
+    with pytest.raises(ValueError, match="limit must be >= 0"):
+        moe.swiglu_quant(gu, None, float("nan"))
+    with pytest.raises(TypeError, match="num_rows must be int32"):
+        moe.swiglu_quant(gu, None, 10.0, torch.zeros(1))
+    assert launches == []
+    codes, scale = moe.swiglu_quant(gu, None, 10.0)
+    assert (codes.shape, scale.shape) == ((3, 64), (3, 2))
+    assert moe.swiglu_quant(gu, None, 10.0, quantise=False).shape == (3, 64)
+    assert launches == ["moe.swiglu_quant"] * 2
+
+
+def test_combine_refuses(launches: list[str]) -> None:
+    y, rows = torch.zeros(5, 64, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int32)
+    with pytest.raises(TypeError, match="row_of_slot must be int32"):
+        moe.combine(y, rows.long(), None, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"shared must be \[T=3, N=64\]"):
+        moe.combine(y, rows, torch.zeros(3, 32, dtype=torch.bfloat16), torch.bfloat16)
+    with pytest.raises(TypeError, match="out_dtype must be bfloat16 or float32"):
+        moe.combine(y, rows, None, torch.float16)
+    assert launches == []
+    assert moe.combine(y, rows, None, torch.float32).dtype == torch.float32
+    assert launches == ["moe.combine"]
+
+
+def test_cpu_tensors_run_the_reference() -> None:
+    ids = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32)
+    row_of_slot, slot_of_row, offsets = moe.permute(ids, 1, 2)
+    assert row_of_slot.tolist() == [[-1, 1], [0, 2]]
+    assert slot_of_row.tolist() == [2, 1, 3, -1]
+    assert offsets.tolist() == [0, 1, 3]
