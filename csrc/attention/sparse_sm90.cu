@@ -100,13 +100,16 @@ MDI_DEVICE int num_items(const SparseParams& params) { return params.num_tokens 
 struct Lanes {
     int token_idx, num_compressed, num_steps;
 
-    MDI_DEVICE Lanes(const SparseParams& params, int item) {
+    MDI_DEVICE Lanes(const SparseParams& params, int item) : Lanes(params, item, length(params, item)) {}
+    // `length` of the same item, loaded earlier
+    MDI_DEVICE Lanes(const SparseParams& params, int item, int length) {
         token_idx = item / heads_per_token_blocks(params);
-        num_compressed = params.num_picks;
-        if (params.compressed_len != nullptr) {
-            num_compressed = min_of(num_compressed, max_of(params.compressed_len[token_idx], 0));
-        }
+        num_compressed = min_of(params.num_picks, max_of(length, 0));
         num_steps = (params.num_window + num_compressed + kSlots - 1) / kSlots;
+    }
+    MDI_DEVICE static int length(const SparseParams& params, int item) {
+        if (params.compressed_len == nullptr || item >= num_items(params)) return params.num_picks;
+        return __ldg(params.compressed_len + item / heads_per_token_blocks(params));
     }
 };
 
@@ -570,9 +573,10 @@ struct Consumer {
         const int blocks = heads_per_token_blocks(params), first_head = item % blocks * kHeads;
         const int num_heads = min_of(kHeads, params.num_heads - first_head);
         float(&sums)[kConsumers][kHeads] = shared.row_sum[item_count & 1];
-        float factor[2];
+        float factor[2], sink[2];
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
+            sink[f] = row + 8 * f < num_heads ? __ldg(params.sink + first_head + row + 8 * f) : 0.f;
             sum[f] += __shfl_xor_sync(~0u, sum[f], 1);
             sum[f] += __shfl_xor_sync(~0u, sum[f], 2);
             if (lane % 4 == 0) sums[group][row + 8 * f] = sum[f];
@@ -582,8 +586,8 @@ struct Consumer {
         for (int f = 0; f < 2; ++f) {
             const int head = row + 8 * f;
             const float valid_sum = sums[0][head] + sums[1][head];
-            const float sink = head < num_heads ? params.sink[first_head + head] - m[f] : 0.f;
-            const float total = valid_sum + expf(sink > 88.f ? 88.f : sink);  // finite; a NaN sink stays NaN
+            const float exponent = sink[f] - m[f];
+            const float total = valid_sum + expf(exponent > 88.f ? 88.f : exponent);  // finite; a NaN sink stays NaN
             factor[f] = valid_sum == 0.f ? 0.f : kKeyFactor / total;          // 0: no valid lane (the largest p is 1)
         }
         const int blocks_rows = threadIdx.x % kGroupThreads / 8, chunk = threadIdx.x % 8;
@@ -620,8 +624,10 @@ struct Consumer {
 
     MDI_DEVICE void run() {
         int b = 0, item_count = 0;  // steps and non-empty items so far, as the producer counts them
+        int length = Lanes::length(params, blockIdx.x);
         for (int item = blockIdx.x; item < num_items(params); item += gridDim.x) {
-            const Lanes lanes(params, item);
+            const Lanes lanes(params, item, length);
+            length = Lanes::length(params, item + gridDim.x);  // arrives under this item's work
             if (lanes.num_steps == 0) {
                 store_zeros(item);
                 continue;
