@@ -20,6 +20,7 @@
 // Columns past K, rows past the expert's and output columns past O are zero-filled, never read; rows at or past
 // offsets[E] are never written. A negative a_rows entry counts as a zero row.
 //
+// SASS: HMMA
 // Shared memory 86 KiB: A codes 4 x 8, B nibbles 4 x 4, A bf16 2 x 16 (also the output tile), B factors 2 x 1, prefix 4.
 // Limits: E <= 1024, K and O multiples of 32, row tiles x column tiles < 2^31.
 #include "common/launch.h"

@@ -22,6 +22,7 @@
 // Barriers: full[s] counts the block's own producer (with all bytes of both halves); empty[s] counts one arrival per
 // consumer warp of both blocks, because a stage is overwritten in both at once.
 // Shared memory 166 KiB: ring 8 x 16, output tiles 2 x 16, prefix 4. Registers 232 x 256 + 40 x 128.
+// SASS: QGMMA
 // Limits: E <= 1024, K and O multiples of 32. Rows at or past offsets[E] are never written.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
