@@ -18,8 +18,7 @@ struct LaunchConfig {
     unsigned cluster = 1;     // thread blocks of a cluster along x
 };
 
-// The block's dynamic shared memory, 1024-byte aligned in kernels without static shared memory. Kernels that the CPU
-// tests run (tests/host/cuda_on_cpu.h) take it from here instead of declaring their own.
+// The block's dynamic shared memory, as declared once for all kernels.
 #if defined(__CUDACC__)
 MDI_DEVICE char* dynamic_smem() {
     extern __shared__ __align__(1024) char mdi_dynamic_smem[];

@@ -21,9 +21,7 @@
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/reduce.cuh"
-#if !defined(MDI_CUDA_ON_CPU)
 #include "common/ptx_sm80.cuh"
-#endif
 #include "elementwise/elementwise.h"
 #include "elementwise/vector.cuh"
 
@@ -39,7 +37,7 @@ constexpr int kMixThreads = 256;
 constexpr int kMaxTilesPerWarp = 4; // of a block, see launch_hc_mix
 
 template <int kStreams>
-struct Traits {
+struct MixTraits {
     static constexpr int kNumMixes = 2 * kStreams + kStreams * kStreams;
     static constexpr int kColTiles = ceil_div(kNumMixes, 8);       // mma column tiles
     static constexpr int kRows = 8 * kColTiles;                    // rows of a plane, zero past kNumMixes
@@ -63,7 +61,7 @@ MDI_DEVICE void split_bf16(float value, bf16 (&plane)[kNumPlanes]) {
 // This block's columns of fn, split, into shared memory [plane][row][stream * kSlice + column]; zero outside fn.
 template <int kStreams>
 MDI_DEVICE void load_planes(const HcMixParams& p, int first_column, bf16* planes) {
-    using T = Traits<kStreams>;
+    using T = MixTraits<kStreams>;
     constexpr int kPerRow = kSlice / 4;
     constexpr int kItems = T::kRows * kStreams * kPerRow;
 #pragma unroll 5
@@ -91,9 +89,9 @@ using Rows = uint4[2 * kRowTiles];
 
 template <int kStreams>
 struct Accumulators {
-    float sum[kRowTiles][Traits<kStreams>::kColTiles][4];    // float32 sum of hi over the finished steps
-    float high[kRowTiles][Traits<kStreams>::kColTiles][4];   // hi of this step
-    float rest[kRowTiles][Traits<kStreams>::kColTiles][4];   // mid and lo
+    float sum[kRowTiles][MixTraits<kStreams>::kColTiles][4];    // float32 sum of hi over the finished steps
+    float high[kRowTiles][MixTraits<kStreams>::kColTiles][4];   // hi of this step
+    float rest[kRowTiles][MixTraits<kStreams>::kColTiles][4];   // mid and lo
     float square[2 * kRowTiles];                             // of this lane's columns in its rows
 };
 
@@ -108,7 +106,7 @@ MDI_DEVICE void multiply(float (&d)[4], const uint4& upper, const uint4& lower, 
 // `fragment`: this lane's 16 bytes of row g, plane 0, at the step's columns
 template <int kStreams>
 MDI_DEVICE void add_step(const Rows& rows, const bf16* fragment, Accumulators<kStreams>& acc) {
-    using T = Traits<kStreams>;
+    using T = MixTraits<kStreams>;
 #pragma unroll
     for (int plane = 0; plane < kNumPlanes; ++plane) {
 #pragma unroll
@@ -133,7 +131,7 @@ MDI_DEVICE void promote(Accumulators<kStreams>& acc) {
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
-        for (int c = 0; c < Traits<kStreams>::kColTiles; ++c)
+        for (int c = 0; c < MixTraits<kStreams>::kColTiles; ++c)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 acc.sum[r][c][i] += acc.high[r][c][i];
@@ -143,7 +141,7 @@ MDI_DEVICE void promote(Accumulators<kStreams>& acc) {
 
 template <int kStreams>
 MDI_DEVICE void store_partial(const HcMixParams& p, int64_t first_token, Accumulators<kStreams>& acc) {
-    using T = Traits<kStreams>;
+    using T = MixTraits<kStreams>;
     const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
     float* partial = p.partial + static_cast<int64_t>(blockIdx.y) * p.num_tokens * T::kPartial;
 #pragma unroll
@@ -175,8 +173,8 @@ MDI_DEVICE void load_rows(const HcMixParams& p, int64_t first_token, int stream,
 
 template <int kStreams>
 __global__ void __launch_bounds__(kMixThreads, 1) hc_mix_kernel(HcMixParams p, int tiles_per_block) {
-    using T = Traits<kStreams>;
-    extern __shared__ __align__(16) bf16 planes[];
+    using T = MixTraits<kStreams>;
+    bf16* planes = reinterpret_cast<bf16*>(dynamic_smem());
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     const int first_column = static_cast<int>(blockIdx.y) * kSlice;
     const int steps = ceil_div(min_of(kSlice, p.width - first_column), kStep);
@@ -250,7 +248,7 @@ constexpr int kFinishThreads = 128;
 
 template <int kStreams>
 __global__ void __launch_bounds__(kFinishThreads) hc_coefficients_kernel(HcMixParams p, int num_slices) {
-    using T = Traits<kStreams>;
+    using T = MixTraits<kStreams>;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int64_t token = static_cast<int64_t>(blockIdx.x) * (kFinishThreads / 32) + threadIdx.x / 32;
     if (token >= p.num_tokens) return;  // whole warps
@@ -275,7 +273,7 @@ __global__ void __launch_bounds__(kFinishThreads) hc_coefficients_kernel(HcMixPa
 
 template <int kStreams>
 void launch_streams(const HcMixParams& p) {
-    using T = Traits<kStreams>;
+    using T = MixTraits<kStreams>;
     const int num_slices = ceil_div(p.width, kSlice);
     // As many tiles a block as keep about kTargetBlocks blocks: fewer blocks split fn less often. One warp takes every
     // eighth tile of its block; tiles are independent, so this choice does not touch the results.

@@ -18,7 +18,7 @@ GEMM_IMPLS = _dispatch.IMPLEMENTATIONS["moe.grouped_gemm"]
 @pytest.fixture(params=GEMM_IMPLS)
 def impl(request: pytest.FixtureRequest, cuda: torch.device) -> str:
     """Every compiled implementation of grouped_gemm that this GPU and build can run."""
-    if reason := _dispatch._why_not("moe.grouped_gemm", request.param, cuda):
+    if reason := _dispatch.why_not("moe.grouped_gemm", request.param, cuda):
         pytest.skip(reason)
     return request.param
 
