@@ -22,6 +22,7 @@
 // Barriers: full[s] counts the block's own producer (with all bytes of both halves); empty[s] counts one arrival per
 // consumer warp of both blocks, because a stage is overwritten in both at once.
 // Shared memory 166 KiB: ring 8 x 16, output tiles 2 x 16, prefix 4. Registers 232 x 256 + 40 x 128.
+// SASS: QGMMA
 // Limits: E <= 1024, K and O multiples of 32. Rows at or past offsets[E] are never written.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
@@ -94,7 +95,7 @@ __device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, c
         const int half = work.width / kCluster;  // a multiple of kBoxRows
         const int y = static_cast<int>(work.first_row) + rank * half;
         for (int step = 0; step < num_steps; ++step, ring.advance()) {
-            ptx::mbarrier_wait_cluster(ptx::smem_address(&shared.empty[ring.stage]), ring.phase ^ 1);
+            ptx::mbarrier_wait(ptx::smem_address(&shared.empty[ring.stage]), ring.phase ^ 1);
             const uint32_t full = ptx::smem_address(&shared.full[ring.stage]);
             ptx::mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(work.width * kBlockK));
             const uint32_t target = ptx::smem_address(shared.ring[ring.stage]) + rank * half * kBlockK;
@@ -161,13 +162,24 @@ __device__ __forceinline__ void load_weights(const GroupedGemmSm90Params& p, con
     }
 }
 
+// prmt.b32, opaque: the compiler would otherwise mask the two halves of an index word separately
+__device__ __forceinline__ uint32_t look_up(uint2 bytes, uint32_t index) {
+    uint32_t d;
+#if defined(__CUDA_ARCH__)
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(bytes.x), "r"(bytes.y), "r"(index));
+#else
+    d = __byte_perm(bytes.x, bytes.y, index);
+#endif
+    return d;
+}
+
 // Eight E2M1 codes -> eight E4M3 codes (columns 0..3 and 4..7 of the word): the magnitude by look-up, then the signs,
 // which prmt gathers into the top bits of the bytes.
 __device__ __forceinline__ void expand_word(uint32_t word, uint2 magnitudes, uint32_t& low, uint32_t& high) {
     const uint32_t index = word & 0x77777777u;
     const uint32_t shifted = word << 4;
-    low = __byte_perm(magnitudes.x, magnitudes.y, index) | (__byte_perm(shifted, word, 0x5140) & 0x80808080u);
-    high = __byte_perm(magnitudes.x, magnitudes.y, index >> 16) | (__byte_perm(shifted, word, 0x7362) & 0x80808080u);
+    low = look_up(magnitudes, index) | (__byte_perm(shifted, word, 0x5140) & 0x80808080u);
+    high = look_up(magnitudes, index >> 16) | (__byte_perm(shifted, word, 0x7362) & 0x80808080u);
 }
 
 // Fragments of the four wgmma of a step: a[j][r] row r * 8 and K bytes 4t.., a[j][2 + r] the same row, K bytes 16 + 4t..
@@ -210,6 +222,16 @@ __device__ __forceinline__ void multiply(float (&d)[kN / 2], const uint32_t (&a)
     }
 }
 
+// mbarrier.arrive.shared::cluster on block `rank`: releases a stage that was only read, by wgmma that have completed.
+// Not .release.cluster: it adds a fence at GPU scope, which waits for the weights in flight.
+__device__ __forceinline__ void arrive_in_block(uint32_t barrier, uint32_t rank) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(ptx::map_to_rank(barrier, rank)) : "memory");
+#else
+    ptx::mbarrier_arrive_remote(ptx::map_to_rank(barrier, rank));
+#endif
+}
+
 struct Consumer {
     SharedStorage& shared;
     const GroupedGemmSm90Params& p;
@@ -238,7 +260,7 @@ struct Consumer {
         wgmma_wait<0>();
         fence_registers(part);
         if (thread % 32 < kCluster)  // this warp is done with the stage in both blocks
-            ptx::mbarrier_arrive_remote(ptx::map_to_rank(ptx::smem_address(&shared.empty[ring.stage]), thread % 32));
+            arrive_in_block(ptx::smem_address(&shared.empty[ring.stage]), thread % 32);
         ring.advance();
 #pragma unroll
         for (int i = 0; i < kN / 2; ++i) sums[i] += part[i];
