@@ -21,6 +21,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+import setuptools
 import torch
 from setuptools import Extension, setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
@@ -36,6 +37,14 @@ NVCC_FLAGS = [
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
     "-Xptxas=-v,--warn-on-spills,--warn-on-local-memory-usage",
 ]  # fmt: skip
+
+
+def check_setuptools() -> None:
+    """With --no-build-isolation pip takes the environment's setuptools, and a fresh venv's is often too old."""
+    if int(setuptools.__version__.split(".")[0]) < 77:
+        raise SystemExit(
+            f"setuptools >= 77 is needed, found {setuptools.__version__}: pip install -U 'setuptools>=77' wheel ninja pybind11"
+        )
 
 
 def choice(name: str, default: str, allowed: tuple[str, ...]) -> str:
@@ -90,9 +99,7 @@ def toolkit(nvcc: str) -> tuple[Path, str]:
     match = re.search(r"release (\d+\.\d+)", version)
     if match is None:
         raise SystemExit(f"cannot read the version of {nvcc}: {version.strip()!r}")
-    dry = subprocess.run(
-        [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull], capture_output=True, text=True
-    )
+    dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull], capture_output=True, text=True)
     here = re.search(r"_HERE_=(\S+)", dry.stderr)
     return (Path(here[1]).resolve().parent if here else Path(nvcc).resolve().parent.parent), match[1]
 
@@ -245,9 +252,7 @@ def extensions(tools: Toolchain) -> list[Extension]:
             include_dirs=include_dirs,
             define_macros=macros,
             library_dirs=library_dirs,
-            libraries=["cudart"]
-            if tools.home
-            else [],  # shared: under a CUDA torch the loader reuses torch's own runtime
+            libraries=["cudart"] if tools.home else [],  # shared: under a CUDA torch the loader reuses torch's own runtime
             extra_compile_args=flags,
             extra_link_args=[f"-Wl,-rpath,{path}" for path in library_dirs],
             py_limited_api=True,
@@ -263,8 +268,7 @@ def extensions(tools: Toolchain) -> list[Extension]:
 
 
 if __name__ == "__main__":  # also true when pip runs this file; tests import it
-    os.environ["PATH"] = os.pathsep.join(
-        [sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
-    )  # this one's ninja
+    os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])  # this one's ninja
+    check_setuptools()
     BuildExt.tools = toolchain()
     setup(ext_modules=extensions(BuildExt.tools), cmdclass={"build_ext": BuildExt})

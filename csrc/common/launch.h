@@ -13,13 +13,12 @@ namespace mdi {
 struct LaunchConfig {
     dim3 grid;                // grid.x == 0 launches nothing
     dim3 block;
-    size_t smem_bytes = 0;    // dynamic shared memory; above 48 KiB the kernel's limit is raised
+    size_t smem_bytes = 0;    // dynamic shared memory; above 32 KiB the kernel's limit is raised
     cudaStream_t stream = nullptr;
     unsigned cluster = 1;     // thread blocks of a cluster along x
 };
 
-// The block's dynamic shared memory, 1024-byte aligned in kernels without static shared memory. Kernels that the CPU
-// tests run (tests/host/cuda_on_cpu.h) take it from here instead of declaring their own.
+// The block's dynamic shared memory, as declared once for all kernels.
 #if defined(__CUDACC__)
 MDI_DEVICE char* dynamic_smem() {
     extern __shared__ __align__(1024) char mdi_dynamic_smem[];
@@ -52,7 +51,7 @@ void launch(const char* name, void (*kernel)(Params...), const LaunchConfig& con
                std::to_string(config.smem_bytes) + " bytes of shared memory on device " + std::to_string(device) +
                ", sm_" + std::to_string(major) + std::to_string(minor);
     };
-    if (config.smem_bytes > 48 * 1024) {
+    if (config.smem_bytes > 32 * 1024) {  // the default limit of 48 KiB includes the kernel's static shared memory
         const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                        cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                        static_cast<int>(config.smem_bytes));

@@ -1,9 +1,72 @@
 // Params structs and launcher declarations of the indexer kernels. No torch in here.
+//
+// Letters: T tokens, Hi index heads, Di index head dim, C candidate blocks, K picks, n score columns.
+// A key row is Di/2 bytes of E2M1 codes (even element in the low nibble), then Di/32 E8M0 bytes (model spec 4.4).
 #pragma once
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
 namespace mdi::indexer {
+
+struct QuantParams {
+    int64_t num_rows;        // G keys, or T * Hi queries
+    int head_dim;            // Di, a multiple of 64
+    const uint16_t* x;       // [num_rows, Di] bf16
+    uint8_t* codes;          // row r at codes + slot * codes_stride
+    uint8_t* scale;          // row r at scale + slot * scale_stride
+    int64_t codes_stride, scale_stride;  // bytes
+    const int32_t* slots;    // [num_rows], -1 = skip; null = row r goes to r
+    int64_t num_slots;       // slots outside 0..num_slots-1 are skipped
+    cudaStream_t stream;
+};
+
+struct CacheRowsParams {
+    int num_tokens, num_picks, entries_per_page, pages_per_seq;
+    const int32_t* ids;           // [T, K] logical entries, -1 stays -1
+    const int32_t* page_table;    // [B, pages_per_seq]
+    const int32_t* seq_of_token;  // [T]
+    int32_t* rows;                // [T, K]
+    cudaStream_t stream;
+};
+
+struct LogitsParams {
+    int num_tokens, num_heads, head_dim, num_cols, entries_per_page, pages_per_seq;
+    const uint8_t* q_codes;       // [T, Hi, Di/2]
+    const uint8_t* q_scale;       // [T, Hi, Di/32]
+    const uint16_t* weights;      // [T, Hi] bf16
+    const uint8_t* keys;          // [S, Di/2 + Di/32]
+    const int32_t* page_table;    // [B, pages_per_seq]
+    const int32_t* seq_of_token;  // [T]
+    const int32_t* visible;       // [T]
+    const int32_t* candidates;    // candidate_logits: [T, C] block ids, -1 = none; logits: null
+    int num_candidates, block_size;
+    uint16_t* out;                // [T, num_cols] bf16
+    int64_t out_stride;           // elements
+    int num_seqs;                 // B
+    uint8_t* workspace;           // sm90 only: see logits_sm90.cu
+    cudaStream_t stream;
+};
+
+struct TopkParams {
+    int num_tokens, num_cols, k;
+    bool is_float;                // scores are fp32, else bf16
+    const void* scores;           // [T, num_cols]
+    int64_t stride;               // elements
+    const int32_t* visible;       // [T] or null; columns at or past it are ignored
+    int block_size;               // topk: entries per candidate block; candidate_blocks: columns per block
+    const int32_t* candidates;    // topk: [T, num_candidates] or null
+    int num_candidates;
+    int32_t* ids;                 // [T, k] ascending, -1 behind
+    int32_t* count;               // [T] or null
+    cudaStream_t stream;
+};
+
+void launch_quantise(const char* op, const QuantParams& params);
+void launch_cache_rows(const CacheRowsParams& params);
+void launch_logits(const LogitsParams& params);
+void launch_candidate_logits(const LogitsParams& params);
+void launch_topk(const TopkParams& params);
+void launch_candidate_blocks(const TopkParams& params);
 
 }  // namespace mdi::indexer

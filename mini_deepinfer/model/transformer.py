@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from mini_deepinfer.batch import PrefillBatch
@@ -80,6 +83,20 @@ class Block:
             return elementwise.hc_expand(y, streams, post, comb), next_pre
 
 
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU the library splits sums over its threads: with one thread the bits do not depend on how many there are."""
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 class Model:
     """The text model of one rank. Weights are prepared for the device once; the caches belong to the model's engine."""
 
@@ -107,6 +124,10 @@ class Model:
         Every rank of the expert-parallel group must call this together, with zero tokens if it has none.
         trace(name, layer, tensor) receives intermediate tensors (tests and tools).
         """
+        with _one_thread(self.device):
+            return self._forward(batch, trace)
+
+    def _forward(self, batch: PrefillBatch, trace: Trace | None) -> torch.Tensor:
         config = self.config
         step = Step(batch, self.caches, self.parallel.gather_counts(batch.num_tokens), trace)
         for block in self.blocks:

@@ -54,21 +54,21 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "attention.write_window": ("portable",),
     "attention.compress": ("portable",),
     "attention.write_compressed": ("portable",),
-    "attention.sparse": ("portable",),
+    "attention.sparse": ("sm90", "portable"),
     #
     # -- indexer
-    "indexer.write_keys": (),
-    "indexer.quant_query": (),
-    "indexer.logits": (),
-    "indexer.candidate_blocks": (),
-    "indexer.candidate_logits": (),
-    "indexer.topk": (),
-    "indexer.cache_rows": (),
+    "indexer.write_keys": ("portable",),
+    "indexer.quant_query": ("portable",),
+    "indexer.logits": ("portable",),
+    "indexer.candidate_blocks": ("portable",),
+    "indexer.candidate_logits": ("portable",),
+    "indexer.topk": ("portable",),
+    "indexer.cache_rows": ("portable",),
     #
     # -- moe
     "moe.route": ("portable",),
     "moe.permute": ("portable",),
-    "moe.grouped_gemm": ("portable",),
+    "moe.grouped_gemm": ("sm90", "portable"),
     "moe.swiglu_quant": ("portable",),
     "moe.combine": ("portable",),
 }

@@ -1,3 +1,360 @@
-"""Public ops of this stage; kernels are dispatched here once they exist."""
+"""Indexer ops: FP4 index keys and queries, scores, candidate blocks, top-k (model spec 4.4 and 5).
 
-from mini_deepinfer.ops.reference.indexer import *  # noqa: F403
+Letters: T tokens, B sequences, G new groups, S cache rows, Hi index heads, Di index head dim, P pages per sequence,
+C candidate blocks, K picks, n score columns. "cd" is the compute dtype: bfloat16, or float32 in the reference.
+An index key row is Di/2 bytes of E2M1 codes (even element in the low nibble), then Di/32 E8M0 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mini_deepinfer.ops._dispatch import call, select
+from mini_deepinfer.ops.reference import indexer as reference
+
+# for callers that read packed rows
+pack_keys, unpack_keys = reference.pack_keys, reference.unpack_keys
+
+KERNEL_HEAD_DIMS = (64, 128)
+KERNEL_MAX_HEADS = 64
+FLOATS = (torch.bfloat16, torch.float32)
+
+
+def _check(
+    op: str, name: str, tensor: Tensor, shape: Sequence[tuple[str, int]], dtypes: Sequence[torch.dtype], device: torch.device
+) -> None:
+    """dtype, shape ([("T", 4096), ..]; size -1 = any) and device of one tensor; the message shows both sides."""
+    types = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    wanted = f"{types} [{', '.join(f'{n}={size}' if size >= 0 else n for n, size in shape)}]"
+    got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    if tensor.dtype not in dtypes:
+        hint = f" Cast with {name}.int()." if dtypes == (torch.int32,) else ""
+        raise TypeError(f"{op}: {name} must be {wanted}, got {got}.{hint}")
+    if tensor.dim() != len(shape) or any(size not in (-1, have) for (_, size), have in zip(shape, tensor.shape, strict=True)):
+        raise ValueError(f"{op}: {name} must be {wanted}, got {got}")
+    if tensor.device != device:
+        raise ValueError(f"{op}: {name} must be on {device} like the first operand, got {tensor.device}")
+
+
+def _check_positive(op: str, name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{op}: {name} must be at least 1, got {value}")
+
+
+def _check_head_dim(op: str, name: str, head_dim: int) -> None:
+    if head_dim % 32:
+        raise ValueError(f"{op}: {name} must have a head dim Di that is a multiple of 32 (one scale each), got Di={head_dim}")
+
+
+def _check_kernel(op: str, impl: str, num_heads: int, head_dim: int) -> None:
+    if head_dim not in KERNEL_HEAD_DIMS or not 1 <= num_heads <= KERNEL_MAX_HEADS:
+        raise ValueError(
+            f"{op}: the {impl} kernel takes Di in {KERNEL_HEAD_DIMS} and 1..{KERNEL_MAX_HEADS} index heads, got Di={head_dim} and "
+            f"Hi={num_heads}. MDI_OPS={op}=reference runs the plain PyTorch op."
+        )
+
+
+def write_keys(k: Tensor, rows: Tensor, slots: Tensor, *, impl: str | None = None) -> None:
+    """Quantise index keys to FP4 with one power-of-two scale per 32 and store them in the cache (model spec 4.4).
+
+    Shapes: G keys, S cache rows, Di % 32 == 0.
+        k      [G, Di]             cd, after RoPE
+        rows   [S, Di/2 + Di/32]   uint8, written in place
+        slots  [G]                 int32 cache rows, -1 = store nothing; each row at most once
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape or device
+        RuntimeError           not contiguous on CUDA; GPU or build cannot run it
+    Deterministic. Synchronises: no. Workspace: none. A group with NaN or Inf gets scale byte 255 and decodes to NaN.
+    Kernel: csrc/indexer/quantise.cu. Reference: ops.reference.indexer.write_keys.
+    """
+    op = "indexer.write_keys"
+    _check(op, "k", k, (("G", -1), ("Di", -1)), FLOATS, k.device)
+    groups, head_dim = k.shape
+    _check_head_dim(op, "k", head_dim)
+    _check(op, "rows", rows, (("S", -1), ("Di/2+Di/32", head_dim // 2 + head_dim // 32)), (torch.uint8,), k.device)
+    _check(op, "slots", slots, (("G", groups),), (torch.int32,), k.device)
+    impl = select(op, k, impl=impl)
+    if groups == 0:
+        return
+    if impl == "reference":
+        reference.write_keys(k, rows, slots)
+        return
+    _check_kernel(op, impl, 1, head_dim)
+    call(op, impl, k, rows, slots)
+
+
+def quant_query(q: Tensor, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """Quantise index queries to FP4 with one power-of-two scale per 32 (model spec 4.4, 5.2).
+
+    Shapes: T tokens, Hi heads, Di % 32 == 0.
+        q  [T, Hi, Di]  cd, after RoPE
+    Returns:
+        codes  [T, Hi, Di/2]   uint8, two E2M1 codes a byte, even element low
+        scale  [T, Hi, Di/32]  uint8, E8M0 bytes
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape
+        RuntimeError           not contiguous on CUDA; GPU or build cannot run it
+    Deterministic. Synchronises: no. Workspace: none. A group with NaN or Inf gets scale byte 255 and decodes to NaN.
+    Kernel: csrc/indexer/quantise.cu. Reference: ops.reference.indexer.quant_query.
+    """
+    op = "indexer.quant_query"
+    _check(op, "q", q, (("T", -1), ("Hi", -1), ("Di", -1)), FLOATS, q.device)
+    tokens, heads, head_dim = q.shape
+    _check_head_dim(op, "q", head_dim)
+    impl = select(op, q, impl=impl)
+    if impl == "reference":
+        return reference.quant_query(q)
+    _check_kernel(op, impl, 1, head_dim)
+    codes = torch.empty((tokens, heads, head_dim // 2), dtype=torch.uint8, device=q.device)
+    scale = torch.empty((tokens, heads, head_dim // 32), dtype=torch.uint8, device=q.device)
+    if codes.numel():
+        call(op, impl, q, codes, scale)
+    return codes, scale
+
+
+def _check_score(
+    op: str,
+    q_codes: Tensor,
+    q_scale: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    page_table: Tensor,
+    seq_of_token: Tensor,
+    visible: Tensor,
+    entries_per_page: int,
+) -> tuple[int, int, int]:
+    """Operands shared by logits and candidate_logits -> (T, Hi, Di)."""
+    device = q_codes.device
+    _check(op, "q_codes", q_codes, (("T", -1), ("Hi", -1), ("Di/2", -1)), (torch.uint8,), device)
+    tokens, heads, head_dim = q_codes.shape[0], q_codes.shape[1], q_codes.shape[2] * 2
+    _check_head_dim(op, "q_codes", head_dim)
+    _check(op, "q_scale", q_scale, (("T", tokens), ("Hi", heads), ("Di/32", head_dim // 32)), (torch.uint8,), device)
+    _check(op, "weights", weights, (("T", tokens), ("Hi", heads)), FLOATS, device)
+    _check(op, "keys", keys, (("S", -1), ("Di/2+Di/32", head_dim // 2 + head_dim // 32)), (torch.uint8,), device)
+    _check(op, "page_table", page_table, (("B", -1), ("P", -1)), (torch.int32,), device)
+    _check(op, "seq_of_token", seq_of_token, (("T", tokens),), (torch.int32,), device)
+    _check(op, "visible", visible, (("T", tokens),), (torch.int32,), device)
+    _check_positive(op, "entries_per_page", entries_per_page)
+    if keys.shape[0] % entries_per_page:
+        raise ValueError(f"{op}: keys must hold whole pages of entries_per_page={entries_per_page} rows, got S={keys.shape[0]}")
+    return tokens, heads, head_dim
+
+
+def logits(
+    q_codes: Tensor,
+    q_scale: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    page_table: Tensor,
+    seq_of_token: Tensor,
+    visible: Tensor,
+    entries_per_page: int,
+    num_cols: int,
+    *,
+    out: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Index scores of every visible entry of each token's sequence (model spec 5.3).
+
+    Shapes: T tokens of B sequences, Hi heads, n = num_cols columns.
+        q_codes, q_scale  [T, Hi, Di/2], [T, Hi, Di/32]  uint8 from quant_query
+        weights           [T, Hi]   cd, already times 2^-6; may be negative
+        keys              [S, Di/2 + Di/32]  uint8 rows; S is a whole number of pages
+        page_table        [B, P]    int32: entry j of sequence s is row page_table[s, j // epp] * epp + j % epp
+        seq_of_token      [T]       int32
+        visible           [T]       int32, entries at or past visible[t] are masked; at most P * entries_per_page
+        out               [T, n]    cd, optional, last dimension contiguous
+    Returns:
+        [T, n] cd: bf16(sum_h f32(bf16(relu(bf16(q_h . k_j)) * w_h))); columns at or past visible[t] are -inf. The row stride is
+        padded to a multiple of 64 when out is not given.
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape, device or range
+        RuntimeError           not contiguous on CUDA; GPU or build cannot run it
+    Deterministic, and a token's scores do not depend on the batch. The head sum's order is fixed (csrc/indexer/score_tile.cuh).
+    Synchronises: no. Rows that nobody sees may hold anything. A token without visible entries gets a row of -inf.
+    Kernel: csrc/indexer/logits.cu. Reference: ops.reference.indexer.logits.
+    """
+    op = "indexer.logits"
+    tokens, heads, head_dim = _check_score(
+        op, q_codes, q_scale, weights, keys, page_table, seq_of_token, visible, entries_per_page
+    )
+    if num_cols < 0:
+        raise ValueError(f"{op}: num_cols must not be negative, got {num_cols}")
+    if out is None:  # rows start on 128 bytes: topk reads them with 16-byte loads; the padding is never read
+        out = torch.empty((tokens, -(-num_cols // 64) * 64), dtype=weights.dtype, device=weights.device)[:, :num_cols]
+    else:
+        _check(op, "out", out, (("T", tokens), ("n", num_cols)), (weights.dtype,), weights.device)
+    impl = select(op, weights, impl=impl)
+    if out.numel() == 0:
+        return out
+    operands = (q_codes, q_scale, weights, keys, page_table, seq_of_token, visible, entries_per_page)
+    if impl == "reference":
+        return reference.logits(*operands, num_cols, out)
+    _check_kernel(op, impl, heads, head_dim)
+    call(op, impl, *operands, out)
+    return out
+
+
+def candidate_blocks(
+    logits: Tensor, visible: Tensor, block_size: int, num_blocks: int, *, impl: str | None = None
+) -> Tensor:
+    """The num_blocks best blocks of block_size entries by their largest score (model spec 5.5).
+
+    Shapes: T tokens, n columns.
+        logits   [T, n]  cd or float32, last dimension contiguous
+        visible  [T]     int32, columns at or past visible[t] do not count
+    Returns:
+        [T, num_blocks] int32, ascending, -1 behind. The newest visible block, (visible - 1) // block_size, is always in; other
+        blocks only with a score above -inf; ties to the lower block. A token without visible entries gets only -1.
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape, device or range
+        RuntimeError           GPU or build cannot run it
+    Deterministic. Synchronises: no. Workspace: none. NaN counts as -inf.
+    Kernel: csrc/indexer/topk.cu. Reference: ops.reference.indexer.candidate_blocks.
+    """
+    op = "indexer.candidate_blocks"
+    _check(op, "logits", logits, (("T", -1), ("n", -1)), FLOATS, logits.device)
+    tokens, columns = logits.shape
+    _check(op, "visible", visible, (("T", tokens),), (torch.int32,), logits.device)
+    _check_positive(op, "block_size", block_size)
+    _check_positive(op, "num_blocks", num_blocks)
+    impl = select(op, logits, impl=impl, compute_dtype=torch.bfloat16)
+    if tokens == 0 or columns == 0:
+        return torch.full((tokens, num_blocks), -1, dtype=torch.int32, device=logits.device)
+    if impl == "reference":
+        return reference.candidate_blocks(logits, visible, block_size, num_blocks)
+    blocks = torch.empty((tokens, num_blocks), dtype=torch.int32, device=logits.device)
+    call(op, impl, logits, visible, block_size, blocks)
+    return blocks
+
+
+def candidate_logits(
+    q_codes: Tensor,
+    q_scale: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    page_table: Tensor,
+    seq_of_token: Tensor,
+    visible: Tensor,
+    entries_per_page: int,
+    candidates: Tensor,
+    block_size: int,
+    *,
+    impl: str | None = None,
+) -> Tensor:
+    """Index scores of the entries of each token's candidate blocks, and of nothing else (model spec 5.5).
+
+    Shapes: as logits; C candidate blocks.
+        candidates  [T, C]  int32 block ids, -1 = none
+    Returns:
+        [T, C * block_size] cd: column c * block_size + i is entry candidates[t, c] * block_size + i, with the bits logits gives
+        it; -inf where the block is -1 or the entry is not visible
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape, device or range
+        RuntimeError           not contiguous on CUDA; GPU or build cannot run it
+    Deterministic. Synchronises: no. Workspace: none.
+    Kernel: csrc/indexer/candidate_logits.cu. Reference: ops.reference.indexer.candidate_logits.
+    """
+    op = "indexer.candidate_logits"
+    tokens, heads, head_dim = _check_score(
+        op, q_codes, q_scale, weights, keys, page_table, seq_of_token, visible, entries_per_page
+    )
+    _check(op, "candidates", candidates, (("T", tokens), ("C", -1)), (torch.int32,), q_codes.device)
+    _check_positive(op, "block_size", block_size)
+    impl = select(op, weights, impl=impl)
+    out = torch.empty((tokens, candidates.shape[1] * block_size), dtype=weights.dtype, device=weights.device)
+    if out.numel() == 0:
+        return out
+    operands = (q_codes, q_scale, weights, keys, page_table, seq_of_token, visible, entries_per_page, candidates, block_size)
+    if impl == "reference":
+        return reference.candidate_logits(*operands)
+    _check_kernel(op, impl, heads, head_dim)
+    call(op, impl, *operands, out)
+    return out
+
+
+def topk(
+    logits: Tensor,
+    visible: Tensor | None,
+    k: int,
+    candidates: Tensor | None = None,
+    block_size: int = 0,
+    *,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k best columns of every row, ties to the lower column (model spec 5.4).
+
+    Shapes: T tokens, n columns, K = k picks.
+        logits      [T, n]  bfloat16 or float32, last dimension contiguous
+        visible     [T]     int32 or None; columns at or past visible[t] are ignored
+        k           int     >= 1
+        candidates  [T, C]  int32 or None, with C * block_size == n: column c stands for entry
+                            candidates[t, c // block_size] * block_size + c % block_size
+    Returns:
+        ids    [T, K]  int32, ascending where the candidates are; the tail of a short row is -1
+        count  [T]     int32, how many ids the row has
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape, device or range
+        RuntimeError           GPU or build cannot run it
+    Deterministic. Synchronises: no. Workspace: none. NaN counts as -inf; -inf is never taken; -0 equals +0.
+    Kernel: csrc/indexer/topk.cu. Reference: ops.reference.indexer.topk.
+    """
+    op = "indexer.topk"
+    _check(op, "logits", logits, (("T", -1), ("n", -1)), FLOATS, logits.device)
+    tokens, columns = logits.shape
+    if visible is not None:
+        _check(op, "visible", visible, (("T", tokens),), (torch.int32,), logits.device)
+    _check_positive(op, "k", k)
+    if candidates is not None:
+        _check(op, "candidates", candidates, (("T", tokens), ("C", -1)), (torch.int32,), logits.device)
+        _check_positive(op, "block_size", block_size)
+        if candidates.shape[1] * block_size != columns:
+            raise ValueError(
+                f"{op}: logits must have C*block_size={candidates.shape[1]}*{block_size} columns for these candidates, "
+                f"got n={columns}"
+            )
+    impl = select(op, logits, impl=impl, compute_dtype=torch.bfloat16)
+    if tokens == 0 or columns == 0:
+        ids = torch.full((tokens, k), -1, dtype=torch.int32, device=logits.device)
+        return ids, torch.zeros(tokens, dtype=torch.int32, device=logits.device)
+    if impl == "reference":
+        return reference.topk(logits, visible, k, candidates, block_size)
+    ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
+    count = torch.empty(tokens, dtype=torch.int32, device=logits.device)
+    call(op, impl, logits, visible, candidates, block_size, ids, count)
+    return ids, count
+
+
+def cache_rows(
+    ids: Tensor, page_table: Tensor, seq_of_token: Tensor, entries_per_page: int, *, impl: str | None = None
+) -> Tensor:
+    """Logical entry ids of each token's sequence -> physical cache rows.
+
+    Shapes: T tokens, K picks, B sequences, P pages.
+        ids           [T, K]  int32, -1 stays -1
+        page_table    [B, P]  int32
+        seq_of_token  [T]     int32
+    Returns:
+        [T, K] int32: page_table[seq, id // entries_per_page] * entries_per_page + id % entries_per_page
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape, device or range
+        RuntimeError           not contiguous on CUDA; GPU or build cannot run it
+    Deterministic. Synchronises: no. Workspace: none.
+    Kernel: csrc/indexer/quantise.cu. Reference: ops.reference.indexer.cache_rows.
+    """
+    op = "indexer.cache_rows"
+    _check(op, "ids", ids, (("T", -1), ("K", -1)), (torch.int32,), ids.device)
+    _check(op, "page_table", page_table, (("B", -1), ("P", -1)), (torch.int32,), ids.device)
+    _check(op, "seq_of_token", seq_of_token, (("T", ids.shape[0]),), (torch.int32,), ids.device)
+    _check_positive(op, "entries_per_page", entries_per_page)
+    impl = select(op, ids, impl=impl)
+    if ids.numel() == 0:
+        return torch.empty_like(ids)
+    if impl == "reference":
+        return reference.cache_rows(ids, page_table, seq_of_token, entries_per_page)
+    rows = torch.empty_like(ids)
+    call(op, impl, ids, page_table, seq_of_token, entries_per_page, rows)
+    return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -14,6 +15,15 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = ROOT / "tests/host"
+
+
+def _rewritten(source: str) -> str:
+    """Dynamic shared memory becomes a pointer to the harness's buffer; `extern static` would not compile."""
+    return re.sub(
+        r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+|alignas\(\d+\)\s+)?([\w:]+)\s+(\w+)\[\];",
+        r"\1* \2 = reinterpret_cast<\1*>(cuda_on_cpu::shared_anchor);",
+        source,
+    )
 
 
 @functools.cache
@@ -29,7 +39,7 @@ def _library(name: str, sources: tuple[str, ...]) -> ctypes.CDLL:
         flags = ["-std=c++17", "-O2", "-g", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-attributes"]
         flags += ["-DMDI_CUDA_ON_CPU", f"-I{HOST}/stubs", f"-I{HOST}", f"-I{ROOT}/csrc", "-include", "cuda_on_cpu.h"]
         # one translation unit: the fibers and the kernels share the harness's state without symbol games
-        unit = "".join(f'#include "{path}"\n' for path in files[::-1])
+        unit = "".join(f'#line 1 "{path}"\n{_rewritten(path.read_text())}\n' for path in files[::-1])
         part = target.with_suffix(".part.so")
         command = [compiler, *flags, "-x", "c++", "-", "-o", str(part)]
         run = subprocess.run(command, input=unit, capture_output=True, text=True)

@@ -5,7 +5,7 @@
 //      that fill Params and call the launcher;
 //   2. in a test: library = tests.host.build.library("<name>", ["csrc/stage/file.cu", ...]) and call them with ctypes.
 //   Kernels are found through their launcher, so mdi::launch (common/launch.h) must be what starts them.
-//   Dynamic shared memory: mdi::dynamic_smem() of common/launch.h, not `extern __shared__`.
+//   (build.py rewrites `extern __shared__ T name[];` in a copy of the kernel file; nothing else is changed.)
 //
 // Covered: static __shared__, __syncthreads and its _or/_and/_count, warp shuffles, votes, match and reductions, atomics,
 // the rounding intrinsics, bf16 conversions, and of ptx_sm80.cuh: ldmatrix, mma bf16 (fp32 sums, k ascending), cp.async
@@ -25,6 +25,8 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -47,6 +49,17 @@ struct dim3 {
 using cudaStream_t = void*;
 using cudaError_t = int;
 constexpr cudaError_t cudaSuccess = 0;
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin };
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
+    *value = which == cudaDevAttrMultiProcessorCount ? 3 : 227 * 1024;  // few enough that grid-stride loops loop
+    return cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
+    return std::memset(p, value, bytes), cudaSuccess;
+}
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 
 #define MDI_VECTOR(T, N)                                                                  \
     struct alignas(sizeof(T) * 2) N##2 { T x, y; };                                        \
@@ -465,6 +478,10 @@ struct LaunchConfig {
 };
 
 inline char* dynamic_smem() { return cuda_on_cpu::shared_anchor; }
+
+inline void check_cuda(const char* what, cudaError_t error) {
+    if (error != cudaSuccess) throw std::runtime_error(what);
+}
 
 template <class... Params, class... Args>
 void launch(const char* name, void (*kernel)(Params...), const LaunchConfig& config, Args&&... args) {

@@ -1,0 +1,472 @@
+// Top-k columns of every score row (model spec 5.4) and the best candidate blocks (5.5). One block per row.
+//
+//   topk              the k largest scores, ties to the LOWER column; -inf and NaN are never taken; ids ascending, -1 behind
+//   candidate_blocks  the same over block maxima; the newest visible block counts as +inf
+//
+// Scores are compared as 32-bit keys in the order of the floats (-0 = +0; -inf and NaN are key 0 = "not there"). The answer
+// is defined by a key T and a number: every item above T, and the first `need` items equal to T in index order. It is exact
+// and does not depend on scheduling: atomics only count, or fill a buffer whose order is never used.
+//
+// Fast path, one read of the row: a strided sample of 4,096 items gives a threshold that clearly more than k items pass
+// (about k + 8 sqrt + 16 in sample units). One pass collects (key, index) of the items at or above it in shared memory;
+// a radix select over the collected keys finds T; two bit maps over the row (above T, equal to T), filled from the buffer,
+// put the ids in ascending order with one prefix sum. A row of at most kCapacity items is collected whole.
+// Exact path: when the sample misjudged (fewer than k or more than kCapacity collected: many equal scores), or the row is
+// too long for the bit maps: a radix select that reads the row once per 8 key bits, then an ordered pass. Same answer.
+//
+// Shared memory: 32 KiB of collected items + 2 bits an item (48 KiB at 65,536 columns) + 1.3 KiB.
+// Limits: none on columns; any k >= 1 (k > kCapacity takes the exact path). Plain CUDA: also runs under tests/host/cuda_on_cpu.h.
+#include "common/launch.h"
+#include "common/number_formats.cuh"
+#include "indexer/indexer.h"
+
+namespace mdi::indexer {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kNumWarps = kThreads / 32;
+constexpr int kCapacity = 4096;          // collected items
+constexpr int kSample = 4096;            // sampled items, kSample / kThreads a thread
+constexpr int kMaxMapped = 262144;       // longest row with bit maps
+constexpr uint32_t kNoKey = 0;
+
+// Keys keep the order of the scores; 0 for NaN and -inf.
+__device__ __forceinline__ uint32_t key_of(float x) {
+    if (!(x > bits_float(0xff800000u))) return kNoKey;  // NaN, -inf
+    const uint32_t bits = float_bits(x + 0.0f);         // -0 -> +0
+    return bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
+}
+
+// Smallest score that has at least this key (key >= 1); below every score for the keys under -FLT_MAX.
+__device__ __forceinline__ float score_of(uint32_t key) {
+    if (key < 0x00800000u) return bits_float(0xff7fffffu);  // -FLT_MAX
+    return bits_float(key ^ ((key >> 31) != 0 ? 0x80000000u : 0xffffffffu));
+}
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(uint16_t x) { return bf16_bits_to_float(x); }
+
+// Items of a row: its columns. A vector is 16 bytes of scores; fetch() starts the load, unpack() gives the scores as fp32,
+// -inf at or past num_items.
+template <class Score>
+struct ColumnSource {
+    static constexpr int kVector = 16 / static_cast<int>(sizeof(Score));
+    static constexpr int kInFlight = 4;  // vectors a thread has in flight in the collecting pass
+    static constexpr int kKeyBytes = static_cast<int>(sizeof(Score));  // a bf16 score's key has 16 constant low bits
+    using Raw = uint4;
+    const Score* row;
+    int num_items;
+    bool aligned;
+
+    __device__ __forceinline__ Raw fetch(int vector) const {
+        const int first = vector * kVector;
+        if (aligned && first + kVector <= num_items) return reinterpret_cast<const uint4*>(row)[vector];
+        uint32_t words[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            if constexpr (sizeof(Score) == 4) {
+                words[w] = first + w < num_items ? float_bits(row[first + w]) : 0xff800000u;
+            } else {
+                const uint32_t low = first + 2 * w < num_items ? row[first + 2 * w] : 0xff80u;
+                const uint32_t high = first + 2 * w + 1 < num_items ? row[first + 2 * w + 1] : 0xff80u;
+                words[w] = low | high << 16;
+            }
+        }
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    static __device__ __forceinline__ void unpack(const Raw& raw, float (&x)[kVector]) {
+        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            if constexpr (sizeof(Score) == 4) {
+                x[w] = bits_float(words[w]);
+            } else {
+                x[2 * w] = bits_float(words[w] << 16);
+                x[2 * w + 1] = bits_float(words[w] & 0xffff0000u);
+            }
+        }
+    }
+};
+
+// Items of a row: the maxima of its blocks of `block_size` columns; the newest visible block is +inf. NaN columns are
+// dropped from a maximum.
+template <class Score>
+struct BlockSource {
+    static constexpr int kVector = 1;
+    static constexpr int kInFlight = 2;
+    static constexpr int kKeyBytes = static_cast<int>(sizeof(Score));
+    using Raw = float;
+    const Score* row;
+    int num_items;
+    bool aligned;    // the row's address and the bytes of a block are multiples of 16
+    int num_cols;    // columns that count
+    int block_size;
+    int newest;      // block of the last visible column
+
+    __device__ __forceinline__ Raw fetch(int block) const {
+        if (block >= num_items) return bits_float(0xff800000u);
+        if (block == newest) return bits_float(0x7f800000u);
+        float best = bits_float(0xff800000u);
+        const int64_t first = static_cast<int64_t>(block) * block_size;
+        if (aligned && first + block_size <= num_cols) {
+            constexpr int kPerVector = 16 / static_cast<int>(sizeof(Score));
+            for (int i = 0; i < block_size; i += kPerVector) {
+                float x[kPerVector];
+                ColumnSource<Score>::unpack(*reinterpret_cast<const uint4*>(row + first + i), x);
+#pragma unroll
+                for (int j = 0; j < kPerVector; ++j) best = fmaxf(best, x[j]);
+            }
+        } else {
+            for (int i = 0; i < block_size && first + i < num_cols; ++i) best = fmaxf(best, widen(row[first + i]));
+        }
+        return best;
+    }
+    static __device__ __forceinline__ void unpack(const Raw& raw, float (&x)[kVector]) { x[0] = raw; }
+};
+
+template <class Source>
+__device__ __forceinline__ void load(const Source& source, int vector, float (&x)[Source::kVector]) {
+    Source::unpack(source.fetch(vector), x);
+}
+
+struct Shared {
+    int histogram[256];
+    uint32_t warp_total[kNumWarps];
+    uint32_t digit;
+    int rank, above;
+    int num_collected;
+};
+
+// Exclusive prefix sum over the block; `total` is the sum. Both barriers are inside.
+__device__ __forceinline__ uint32_t block_prefix(uint32_t value, Shared& shared, uint32_t& total) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint32_t inclusive = value;
+    for (int step = 1; step < 32; step *= 2) {
+        const uint32_t other = __shfl_up_sync(0xffffffffu, inclusive, step);
+        if (lane >= step) inclusive += other;
+    }
+    __syncthreads();  // warp_total may still be read from the last call
+    if (lane == 31) shared.warp_total[warp] = inclusive;
+    __syncthreads();
+    uint32_t before = 0;
+    total = 0;
+    for (int w = 0; w < kNumWarps; ++w) {
+        if (w < warp) before += shared.warp_total[w];
+        total += shared.warp_total[w];
+    }
+    return before + inclusive - value;
+}
+
+// Counts keys by digit; neighbouring equal digits of a thread cost one atomic.
+struct DigitCounter {
+    int* histogram;
+    int digit = -1, count = 0;
+    __device__ __forceinline__ void add(int next) {
+        if (next == digit) {
+            ++count;
+            return;
+        }
+        flush();
+        digit = next;
+        count = 1;
+    }
+    __device__ __forceinline__ void flush() {
+        if (count > 0) atomicAdd(&histogram[digit], count);
+        count = 0;
+    }
+};
+
+// The rank-th largest of the keys that `for_each` hands to its callable, rank >= 1, and how many keys are above it. At least
+// `rank` keys must be handed out. All threads call it and all get the result. kKeyBytes: leading key bytes that can differ.
+template <int kKeyBytes, class ForEach>
+__device__ __forceinline__ uint32_t select_key(const ForEach& for_each, int rank, Shared& shared, int& num_above) {
+    uint32_t prefix = 0;
+    num_above = 0;
+    for (int byte = 3; byte >= 4 - kKeyBytes; --byte) {
+        const int shift = 8 * byte;
+        __syncthreads();
+        for (int i = threadIdx.x; i < 256; i += kThreads) shared.histogram[i] = 0;
+        __syncthreads();
+        DigitCounter counter{shared.histogram};
+        for_each([&](uint32_t key) {
+            // the bytes above this one must match; a shift by 32 is not defined, so the first pass is its own case
+            if (byte == 3 || (key >> (shift + 8)) == (prefix >> (shift + 8))) counter.add(static_cast<int>(key >> shift & 0xffu));
+        });
+        counter.flush();
+        __syncthreads();
+        if (threadIdx.x < 32) {  // lane l owns digits 255-8l .. 248-8l, from the top
+            const int lane = threadIdx.x;
+            int sum = 0;
+            for (int i = 0; i < 8; ++i) sum += shared.histogram[255 - 8 * lane - i];
+            int inclusive = sum;
+            for (int step = 1; step < 32; step *= 2) {
+                const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
+                if (lane >= step) inclusive += other;
+            }
+            int before = inclusive - sum;
+            if (before < rank && rank <= inclusive) {  // exactly one lane
+                for (int i = 0; i < 8; ++i) {
+                    const int digit = 255 - 8 * lane - i, here = shared.histogram[digit];
+                    if (before < rank && rank <= before + here) {
+                        shared.digit = static_cast<uint32_t>(digit);
+                        shared.rank = rank - before;
+                        shared.above = before;
+                    }
+                    before += here;
+                }
+            }
+        }
+        __syncthreads();
+        prefix |= shared.digit << shift;
+        rank = shared.rank;
+        num_above += shared.above;
+    }
+    return prefix;  // a bf16 key's low half is 0, see narrow_key
+}
+
+// Keys of bf16 scores differ in their upper half only; the lower half is cleared so that keys compare equal to `prefix`.
+template <int kKeyBytes>
+__device__ __forceinline__ uint32_t narrow_key(uint32_t key) {
+    return kKeyBytes == 4 ? key : key & 0xffff0000u;
+}
+
+struct RowOutput {
+    int32_t* ids;
+    const int32_t* candidates;  // null: the item is the id
+    int block_size;
+    __device__ __forceinline__ void put(int position, int item) const {
+        ids[position] = candidates == nullptr ? item : candidates[item / block_size] * block_size + item % block_size;
+    }
+};
+
+// Ordered pass over the row: every item above `threshold` (there are at most max_above), and the first `need` equal to it.
+// Returns how many were put.
+template <class Source>
+__device__ int emit_from_row(const Source& source, uint32_t threshold, int max_above, int need, const RowOutput& out,
+                             Shared& shared) {
+    constexpr int kVector = Source::kVector;
+    int num_above = 0, num_equal = 0;  // of the vectors before this round
+    const int num_vectors = ceil_div(source.num_items, kVector);
+    for (int base = 0; base < num_vectors; base += kThreads) {
+        const int vector = base + static_cast<int>(threadIdx.x);
+        uint32_t above = 0, equal = 0;  // bit i: item i of the vector
+        if (vector < num_vectors) {
+            float x[kVector];
+            load(source, vector, x);
+            for (int i = 0; i < kVector; ++i) {
+                const uint32_t key = narrow_key<Source::kKeyBytes>(key_of(x[i]));
+                if (key > threshold) above |= 1u << i;
+                else if (key == threshold && key != kNoKey) equal |= 1u << i;
+            }
+        }
+        uint32_t total;  // two 16-bit counts: at most 8 * 512 items a round
+        const uint32_t before = block_prefix(static_cast<uint32_t>(__popc(above)) | static_cast<uint32_t>(__popc(equal)) << 16,
+                                             shared, total);
+        int a = num_above + static_cast<int>(before & 0xffffu), e = num_equal + static_cast<int>(before >> 16);
+        for (int i = 0; i < kVector; ++i) {
+            const bool is_above = (above >> i & 1u) != 0, is_equal = (equal >> i & 1u) != 0;
+            if (is_above || (is_equal && e < need)) out.put(a + min_of(e, need), vector * kVector + i);
+            a += is_above;
+            e += is_equal;
+        }
+        num_above += static_cast<int>(total & 0xffffu);
+        num_equal += static_cast<int>(total >> 16);
+        if (num_equal >= need && num_above >= max_above) break;  // nothing more can be taken; the same in every thread
+    }
+    return num_above + min_of(num_equal, need);
+}
+
+// Exact selection by reading the row again for every key byte. Returns how many ids were put.
+template <class Source>
+__device__ int select_from_row(const Source& source, int k, const RowOutput& out, Shared& shared) {
+    constexpr int kVector = Source::kVector;
+    const int num_vectors = ceil_div(source.num_items, kVector);
+    int num_above = 0;
+    uint32_t threshold = kNoKey;
+    if (k < source.num_items) {  // otherwise everything that is there is taken
+        threshold = select_key<Source::kKeyBytes>(
+            [&](auto&& add) {
+                for (int vector = threadIdx.x; vector < num_vectors; vector += kThreads) {
+                    float x[kVector];
+                    load(source, vector, x);
+                    for (int i = 0; i < kVector; ++i)
+                        if (vector * kVector + i < source.num_items) add(narrow_key<Source::kKeyBytes>(key_of(x[i])));
+                }
+            },
+            k, shared, num_above);
+    }
+    return emit_from_row(source, threshold, threshold == kNoKey ? source.num_items : num_above, k - num_above, out, shared);
+}
+
+// Items sampled at an even stride -> the score that clearly more than k of the row's items reach; -FLT_MAX for all of them.
+template <class Source>
+__device__ float sampled_threshold(const Source& source, int k, Shared& shared) {
+    constexpr int kVector = Source::kVector;
+    constexpr int kPerThread = kSample / kThreads / kVector > 0 ? kSample / kThreads / kVector : 1;  // vectors a thread
+    const int num_vectors = source.num_items / kVector;  // whole ones; > kThreads * kPerThread (checked by the caller)
+    const int stride = num_vectors / (kThreads * kPerThread);
+    uint32_t keys[kPerThread * kVector];
+#pragma unroll
+    for (int v = 0; v < kPerThread; ++v) {
+        float x[kVector];
+        load(source, (v * kThreads + static_cast<int>(threadIdx.x)) * stride, x);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) keys[v * kVector + i] = narrow_key<Source::kKeyBytes>(key_of(x[i]));
+    }
+    constexpr int kSampled = kThreads * kPerThread * kVector;
+    const float mean = static_cast<float>(k) * kSampled / static_cast<float>(source.num_items);  // of the best k in the sample
+    const int rank = static_cast<int>(mean + 8.0f * sqrtf(mean) + 16.0f);
+    if (rank >= kSampled) return score_of(kNoKey);
+    int num_above;
+    const uint32_t key = select_key<Source::kKeyBytes>(
+        [&](auto&& add) {
+#pragma unroll
+            for (int i = 0; i < kPerThread * kVector; ++i) add(keys[i]);
+        },
+        rank, shared, num_above);
+    return score_of(key);
+}
+
+// Fast path. Returns how many ids were put, or -1 when the collected set does not decide the row (nothing was put).
+template <class Source>
+__device__ int select_collected(const Source& source, int k, const RowOutput& out, Shared& shared, uint32_t* keys, int* items,
+                                uint32_t* maps) {
+    constexpr int kVector = Source::kVector, kInFlight = Source::kInFlight;
+    const int num_vectors = ceil_div(source.num_items, kVector), num_words = ceil_div(source.num_items, 32);
+    uint32_t* above_map = maps;
+    uint32_t* equal_map = maps + num_words;
+    const float all = score_of(kNoKey);
+    const float threshold = source.num_items <= kCapacity ? all : sampled_threshold(source, k, shared);
+
+    if (threadIdx.x == 0) shared.num_collected = 0;
+    for (int i = threadIdx.x; i < 2 * num_words; i += kThreads) maps[i] = 0;
+    __syncthreads();
+    for (int vector = threadIdx.x; vector < num_vectors; vector += kInFlight * kThreads) {
+        typename Source::Raw raw[kInFlight];
+#pragma unroll
+        for (int v = 0; v < kInFlight; ++v) raw[v] = source.fetch(vector + v * kThreads);  // -inf behind the end
+#pragma unroll
+        for (int v = 0; v < kInFlight; ++v) {
+            float x[kVector];
+            Source::unpack(raw[v], x);
+            bool any = false;
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) any |= x[i] >= threshold;  // false for NaN and -inf
+            if (!any) continue;
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+                if (!(x[i] >= threshold)) continue;
+                const int place = atomicAdd(&shared.num_collected, 1);
+                if (place >= kCapacity) continue;
+                keys[place] = narrow_key<Source::kKeyBytes>(key_of(x[i]));
+                items[place] = (vector + v * kThreads) * kVector + i;
+            }
+        }
+    }
+    __syncthreads();
+    const int collected = shared.num_collected;
+    // undecided: too many for the buffer, or too few although the threshold left items out
+    if (collected > kCapacity || (collected < k && threshold != all)) return -1;
+
+    int num_above = 0;
+    uint32_t best = kNoKey;
+    if (collected > k) {
+        best = select_key<Source::kKeyBytes>(
+            [&](auto&& add) {
+                for (int i = threadIdx.x; i < collected; i += kThreads) add(keys[i]);
+            },
+            k, shared, num_above);
+    }
+    const int need = k - num_above;
+    for (int i = threadIdx.x; i < collected; i += kThreads) {
+        const uint32_t key = keys[i];
+        const int item = items[i];
+        if (key > best) atomicOr(&above_map[item / 32], 1u << (item % 32));
+        else if (key == best) atomicOr(&equal_map[item / 32], 1u << (item % 32));
+    }
+    __syncthreads();
+
+    // thread i owns a run of words: one prefix sum orders the ids
+    const int words_each = ceil_div(num_words, kThreads);
+    const int first = min_of(num_words, static_cast<int>(threadIdx.x) * words_each), last = min_of(num_words, first + words_each);
+    uint32_t counts = 0;
+    for (int w = first; w < last; ++w)
+        counts += static_cast<uint32_t>(__popc(above_map[w])) | static_cast<uint32_t>(__popc(equal_map[w])) << 16;
+    uint32_t total;  // 16 bits each: at most kCapacity
+    const uint32_t before = block_prefix(counts, shared, total);
+    int a = static_cast<int>(before & 0xffffu), e = static_cast<int>(before >> 16);
+    for (int w = first; w < last; ++w) {
+        const uint32_t above = above_map[w], equal = equal_map[w];
+        for (uint32_t left = above | equal; left != 0; left &= left - 1) {
+            const int bit = __ffs(static_cast<int>(left)) - 1;
+            const bool is_above = (above >> bit & 1u) != 0;
+            if (is_above || e < need) out.put(a + min_of(e, need), w * 32 + bit);
+            a += is_above;
+            e += !is_above;
+        }
+    }
+    return static_cast<int>(total & 0xffffu) + min_of(static_cast<int>(total >> 16), need);
+}
+
+template <class Source>
+__device__ void select_row(const Source& source, int k, const RowOutput& out, int32_t* count, bool mapped, uint8_t* dynamic) {
+    __shared__ Shared shared;
+    uint32_t* keys = reinterpret_cast<uint32_t*>(dynamic);
+    int* items = reinterpret_cast<int*>(keys + kCapacity);
+    uint32_t* maps = reinterpret_cast<uint32_t*>(items + kCapacity);
+    int found = -1;
+    if (mapped && k <= kCapacity) found = select_collected(source, k, out, shared, keys, items, maps);
+    if (found < 0) found = select_from_row(source, k, out, shared);
+    for (int i = found + static_cast<int>(threadIdx.x); i < k; i += kThreads) out.ids[i] = -1;
+    if (threadIdx.x == 0 && count != nullptr) *count = found;
+}
+
+template <class Score>
+__global__ void __launch_bounds__(kThreads, 3) topk_kernel(TopkParams p, bool mapped) {
+    extern __shared__ __align__(16) uint8_t dynamic[];
+    const int64_t token = blockIdx.x;
+    ColumnSource<Score> source;
+    source.row = static_cast<const Score*>(p.scores) + token * p.stride;
+    source.num_items = p.visible == nullptr ? p.num_cols : max_of(0, min_of(p.num_cols, p.visible[token]));
+    source.aligned = (reinterpret_cast<uintptr_t>(source.row) & 15) == 0;
+    const RowOutput out{p.ids + token * p.k, p.candidates == nullptr ? nullptr : p.candidates + token * p.num_candidates,
+                        p.block_size};
+    select_row(source, p.k, out, p.count == nullptr ? nullptr : p.count + token, mapped, dynamic);
+}
+
+template <class Score>
+__global__ void __launch_bounds__(kThreads, 1) candidate_blocks_kernel(TopkParams p, bool mapped) {
+    extern __shared__ __align__(16) uint8_t dynamic[];
+    const int64_t token = blockIdx.x;
+    BlockSource<Score> source;
+    source.row = static_cast<const Score*>(p.scores) + token * p.stride;
+    source.num_cols = max_of(0, min_of(p.num_cols, p.visible[token]));
+    source.block_size = p.block_size;
+    source.num_items = ceil_div(source.num_cols, p.block_size);
+    source.newest = p.visible[token] > 0 ? (p.visible[token] - 1) / p.block_size : -1;
+    source.aligned = (reinterpret_cast<uintptr_t>(source.row) & 15) == 0 && p.block_size * sizeof(Score) % 16 == 0;
+    const RowOutput out{p.ids + token * p.k, nullptr, 0};
+    select_row(source, p.k, out, nullptr, mapped, dynamic);
+}
+
+template <class Kernel>
+void launch_select(const char* op, Kernel kernel, const TopkParams& p, int num_items) {
+    const bool mapped = num_items <= kMaxMapped;
+    const size_t smem = mapped ? kCapacity * 8 + static_cast<size_t>(ceil_div(num_items, 32)) * 8 : 0;
+    launch(op, kernel, {dim3(static_cast<unsigned>(p.num_tokens)), dim3(kThreads), smem, p.stream}, p, mapped);
+}
+
+}  // namespace
+
+void launch_topk(const TopkParams& params) {
+    if (params.is_float) launch_select("indexer.topk", topk_kernel<float>, params, params.num_cols);
+    else launch_select("indexer.topk", topk_kernel<uint16_t>, params, params.num_cols);
+}
+
+void launch_candidate_blocks(const TopkParams& params) {
+    const int num_items = ceil_div(params.num_cols, params.block_size);
+    if (params.is_float) launch_select("indexer.candidate_blocks", candidate_blocks_kernel<float>, params, num_items);
+    else launch_select("indexer.candidate_blocks", candidate_blocks_kernel<uint16_t>, params, num_items);
+}
+
+}  // namespace mdi::indexer

@@ -1,0 +1,117 @@
+"""Wrong input to an indexer op is refused with a message that shows both sides, before anything is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mini_deepinfer.ops import indexer
+
+
+def score_operands(tokens: int = 3, heads: int = 8, dim: int = 64) -> dict[str, Any]:
+    return {
+        "q_codes": torch.zeros(tokens, heads, dim // 2, dtype=torch.uint8),
+        "q_scale": torch.full((tokens, heads, dim // 32), 127, dtype=torch.uint8),
+        "weights": torch.ones(tokens, heads, dtype=torch.bfloat16),
+        "keys": torch.zeros(32, dim // 2 + dim // 32, dtype=torch.uint8),
+        "page_table": torch.tensor([[1, 0]], dtype=torch.int32),
+        "seq_of_token": torch.zeros(tokens, dtype=torch.int32),
+        "visible": torch.full((tokens,), 20, dtype=torch.int32),
+        "entries_per_page": 16,
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    monkeypatch.setattr(indexer, "call", lambda op, *args: calls.append(op))
+    return calls
+
+
+WRONG_SCORE = [
+    ("q_codes", lambda x: x.int(), TypeError, r"q_codes must be uint8 \[T, Hi, Di/2\], got int32 \[3, 8, 32\]"),
+    ("q_scale", lambda x: x[:2], ValueError, r"q_scale must be uint8 \[T=3, Hi=8, Di/32=2\], got uint8 \[2, 8, 2\]"),
+    ("weights", lambda x: x[:, :4], ValueError, r"weights must be bfloat16 or float32 \[T=3, Hi=8\], got bfloat16 \[3, 4\]"),
+    ("keys", lambda x: x[:, :33], ValueError, r"keys must be uint8 \[S, Di/2\+Di/32=34\], got uint8 \[32, 33\]"),
+    ("keys", lambda x: x[:31], ValueError, r"whole pages of entries_per_page=16 rows, got S=31"),
+    ("page_table", lambda x: x.long(), TypeError, r"page_table must be int32 \[B, P\], got int64 \[1, 2\].* Cast with page_table.int\(\)"),
+    ("seq_of_token", lambda x: x[None], ValueError, r"seq_of_token must be int32 \[T=3\], got int32 \[1, 3\]"),
+    ("visible", lambda x: x[:0], ValueError, r"visible must be int32 \[T=3\], got int32 \[0\]"),
+    ("entries_per_page", lambda x: 0, ValueError, r"entries_per_page must be at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize("name, change, error, message", WRONG_SCORE)
+@pytest.mark.parametrize("op", ["logits", "candidate_logits"])
+def test_score_operands(
+    op: str, name: str, change: Callable[[Any], Any], error: type[Exception], message: str, nothing_is_launched: list[str]
+) -> None:
+    operands = score_operands()
+    operands[name] = change(operands[name])
+    rest: dict[str, Any] = {"num_cols": 20}
+    if op == "candidate_logits":
+        rest = {"candidates": torch.zeros(3, 2, dtype=torch.int32), "block_size": 8}
+    with pytest.raises(error, match=rf"indexer\.{op}: .*{message}"):
+        getattr(indexer, op)(**operands, **rest)
+    assert nothing_is_launched == []
+
+
+def test_score_ranges() -> None:
+    with pytest.raises(ValueError, match="num_cols must not be negative, got -1"):
+        indexer.logits(**score_operands(), num_cols=-1)
+    with pytest.raises(ValueError, match=r"out must be bfloat16 \[T=3, n=20\], got bfloat16 \[3, 19\]"):
+        indexer.logits(**score_operands(), num_cols=20, out=torch.zeros(3, 19, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"candidates must be int32 \[T=3, C\], got int32 \[2, 2\]"):
+        indexer.candidate_logits(**score_operands(), candidates=torch.zeros(2, 2, dtype=torch.int32), block_size=8)
+    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
+        indexer.candidate_logits(**score_operands(), candidates=torch.zeros(3, 2, dtype=torch.int32), block_size=0)
+
+
+def test_keys_and_queries() -> None:
+    rows, slots = torch.zeros(4, 34, dtype=torch.uint8), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"write_keys: k must be bfloat16 or float32 \[G, Di\], got float16 \[2, 64\]"):
+        indexer.write_keys(torch.zeros(2, 64, dtype=torch.float16), rows, slots)
+    with pytest.raises(ValueError, match=r"rows must be uint8 \[S, Di/2\+Di/32=68\], got uint8 \[4, 34\]"):
+        indexer.write_keys(torch.zeros(2, 128), rows, slots)
+    with pytest.raises(ValueError, match=r"slots must be int32 \[G=2\], got int32 \[3\]"):
+        indexer.write_keys(torch.zeros(2, 64), rows, torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"multiple of 32 \(one scale each\), got Di=48"):
+        indexer.quant_query(torch.zeros(2, 3, 48))
+
+
+def test_selection() -> None:
+    scores, visible = torch.zeros(3, 16), torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"topk: logits must be bfloat16 or float32 \[T, n\], got float64 \[3, 16\]"):
+        indexer.topk(scores.double(), visible, 4)
+    with pytest.raises(TypeError, match=r"visible must be int32 \[T=3\], got int64 \[3\].* Cast with visible.int\(\)"):
+        indexer.topk(scores, visible.long(), 4)
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        indexer.topk(scores, visible, 0)
+    with pytest.raises(ValueError, match=r"C\*block_size=3\*8 columns for these candidates, got n=16"):
+        indexer.topk(scores, None, 4, candidates=torch.zeros(3, 3, dtype=torch.int32), block_size=8)
+    with pytest.raises(ValueError, match="num_blocks must be at least 1, got 0"):
+        indexer.candidate_blocks(scores, visible, 8, 0)
+    with pytest.raises(ValueError, match=r"seq_of_token must be int32 \[T=3\]"):
+        indexer.cache_rows(torch.zeros(3, 2, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32), visible[:2], 4)
+
+
+def test_kernel_limits_name_what_runs() -> None:
+    with pytest.raises(ValueError, match=r"portable kernel takes Di in \(64, 128\) and 1..64 index heads, got Di=96 and Hi=65"):
+        indexer._check_kernel("indexer.logits", "portable", 65, 96)
+
+
+def test_empty_and_cpu_results() -> None:
+    operands = score_operands()
+    scores = indexer.logits(**operands, num_cols=24)
+    assert scores.shape == (3, 24) and bool((scores[:, :20] == 0).all()) and bool(scores[:, 20:].isneginf().all())
+    assert indexer.logits(**operands, num_cols=0).shape == (3, 0)
+    ids, count = indexer.topk(scores, operands["visible"], 5)
+    assert ids.tolist() == [[0, 1, 2, 3, 4]] * 3 and count.tolist() == [5] * 3
+    ids, count = indexer.topk(scores[:0], operands["visible"][:0], 5)
+    assert ids.shape == (0, 5) and count.shape == (0,)
+    assert indexer.candidate_blocks(scores[:, :0], operands["visible"], 8, 2).tolist() == [[-1, -1]] * 3
+    assert indexer.cache_rows(torch.tensor([[3, 17, -1]], dtype=torch.int32).repeat(3, 1), operands["page_table"],
+                              operands["seq_of_token"], 16).tolist() == [[19, 1, -1]] * 3  # fmt: skip

@@ -1,0 +1,93 @@
+"""The portable indexer kernels themselves, run on the CPU (tests/host/cuda_on_cpu.h) and compared with the reference bit for bit."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from mini_deepinfer.ops.reference import indexer as reference
+from tests.host.build import library, pointer
+from tests.inputs import generator, index_key_rows, normal, page_table
+from tests.numerics import assert_bitwise
+
+NEG_INF = float("-inf")
+
+
+def kernel_file(name: str) -> ctypes.CDLL:
+    return library(f"indexer_{name}", [f"csrc/indexer/{name}.cu"])
+
+
+def test_quantise() -> None:
+    g = generator(1)
+    k = normal(g, 50, 128)
+    k[0], k[1, 3], k[2] = 0.0, float("nan"), k[2] * 2.0**90
+    slots = torch.randperm(60, generator=g)[:50].int()
+    slots[::7] = -1
+    rows, wanted = torch.full((60, 68), 0x5A, dtype=torch.uint8), torch.full((60, 68), 0x5A, dtype=torch.uint8)
+    kernel_file("quantise").quantise(
+        ctypes.c_int64(50), 128, pointer(k), pointer(rows), ctypes.c_void_p(rows.data_ptr() + 64), ctypes.c_int64(68),
+        ctypes.c_int64(68), pointer(slots), ctypes.c_int64(60),
+    )  # fmt: skip
+    reference.write_keys(k, wanted, slots)
+    assert_bitwise(rows, wanted, "rows")
+
+
+def score(operands: tuple[Tensor, ...], per_page: int, columns: int, candidates: Tensor | None = None) -> Tensor:
+    q_codes, q_scale, weights, keys, table, owner, visible = operands
+    tokens, heads, dim = q_codes.shape[0], q_codes.shape[1], q_codes.shape[2] * 2
+    num_candidates = 0 if candidates is None else candidates.shape[1]
+    out = torch.full((tokens, columns), 7.0, dtype=torch.bfloat16)
+    kernel_file("logits" if candidates is None else "candidate_logits").logits(
+        tokens, heads, dim, columns, per_page, table.shape[1], table.shape[0], pointer(q_codes), pointer(q_scale), pointer(weights),
+        pointer(keys), pointer(table), pointer(owner), pointer(visible), pointer(candidates), num_candidates, 8, pointer(out),
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("heads, dim, per_page", [(32, 128, 64), (16, 128, 10), (64, 64, 64), (20, 128, 128)])
+def test_logits(heads: int, dim: int, per_page: int) -> None:
+    """One long and two short sequences, tokens that see nothing, and candidates with a hole."""
+    g = generator(heads)
+    owner = torch.tensor([0] * 9 + [1, 1, 2], dtype=torch.int32)
+    visible = torch.tensor([0, 1, 63, 64, 65, 100, 129, 130, 128, 0, 7, 30], dtype=torch.int32)
+    pages = -(-130 // per_page)
+    keys = index_key_rows(g, 3 * pages * per_page, dim)
+    table = page_table(g, 3, pages, 3 * pages)
+    used = torch.zeros(keys.shape[0], dtype=torch.bool)
+    for seq, seen in ((0, 130), (1, 7), (2, 30)):
+        entry = torch.arange(seen)
+        used[table[seq, entry // per_page].long() * per_page + entry % per_page] = True
+    keys[~used] = 0xFF  # rows that nobody sees decode to NaN
+    weights = normal(g, len(owner), heads, scale=2.0**-6)
+    operands = (*reference.quant_query(normal(g, len(owner), heads, dim)), weights, keys, table, owner, visible)
+    assert_bitwise(score(operands, per_page, 131), reference.logits(*operands, per_page, 131), "logits")
+    candidates = torch.tensor([0, 3, -1, 4, 7, 8, 12, 16, -1], dtype=torch.int32).repeat(len(owner), 1)
+    wanted = reference.candidate_logits(*operands, per_page, candidates, 8)
+    assert_bitwise(score(operands, per_page, 72, candidates), wanted, "candidate_logits")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("kind", ["normal", "one value", "nan"])
+def test_selection(kind: str, dtype: torch.dtype) -> None:
+    """Rows collected whole, rows behind a sampled threshold, and rows that the sample misjudges (one value: all tie)."""
+    g = generator(2)
+    for columns in (700, 4097, 9000):
+        x = torch.randn(2, columns, generator=g)
+        if kind == "one value":
+            x = torch.full((2, columns), -0.25)
+        elif kind == "nan":
+            x[torch.rand(2, columns, generator=g) < 0.5] = float("nan")
+            x[torch.rand(2, columns, generator=g) < 0.3] = NEG_INF
+        x = x.to(dtype)
+        visible = torch.tensor([columns, columns - columns // 3], dtype=torch.int32)
+        ids, count = torch.full((2, 512), -7, dtype=torch.int32), torch.full((2,), -7, dtype=torch.int32)
+        args = (2, columns, 512, int(dtype == torch.float32), pointer(x), pointer(visible))
+        kernel_file("topk").topk(*args, 0, pointer(None), 0, pointer(ids), pointer(count), 0)
+        wanted = reference.topk(x, visible, 512)
+        assert_bitwise(ids, wanted[0], f"ids of {columns}")
+        assert_bitwise(count, wanted[1], f"count of {columns}")
+        kernel_file("topk").topk(*args, 8, pointer(None), 0, pointer(ids), pointer(None), 1)
+        assert_bitwise(ids, reference.candidate_blocks(x, visible, 8, 512), f"blocks of {columns}")
