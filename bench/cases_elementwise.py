@@ -208,7 +208,7 @@ def hc_case(op: str, tokens: int, call: Callable[[Inputs, str], Any], wanted: Ca
         make=hc_inputs(tokens),
         run=call,
         check=check,
-        flops=2.0 * MIXES * STREAMS * HIDDEN * tokens if op == "hc_mix" else 0.0,
+        flops=2.0 * MIXES * STREAMS * HIDDEN * tokens if "mix" in op else 0.0,
         bytes=2.0 * values * HIDDEN * tokens + extra,
         impls=IMPLEMENTATIONS[f"elementwise.{op}"],
     )
@@ -251,6 +251,23 @@ def hc_expand_case(tokens: int) -> Case:
     )  # fmt: skip
 
 
+def hc_expand_mix_case(tokens: int) -> Case:
+    iters, hc_eps = RELEASED.hc_sinkhorn_iters, RELEASED.hc_eps
+
+    def between(i: Inputs, **options: Any) -> tuple[Tensor, ...]:
+        return elementwise.hc_expand_mix(
+            i["y"], i["streams"], i["pre"], i["pre"], i["comb"], i["fn"], i["base"], i["scale"], iters, hc_eps, EPS, **options
+        )
+
+    return hc_case(
+        "hc_expand_mix", tokens,
+        lambda i, impl: between(i, out=i["out"], impl=impl),
+        lambda i: between({**i, "streams": i["streams"].contiguous()}, impl="reference"),
+        (ONE_STEP, 2 * ONE_STEP, 1e-4, 1e-4, 1e-4),  # the coefficients follow from streams that may differ by a step
+        2 * STREAMS + 2, 4.0 * MIXES * (STREAMS * HIDDEN + 2 * tokens),
+    )  # fmt: skip
+
+
 def engram_gate_case(tokens: int) -> Case:
     return hc_case(
         "engram_gate", tokens,
@@ -277,5 +294,6 @@ CASES: list[Case] = [
     *(hc_mix_case(tokens) for tokens in (1, 256, STEP_TOKENS)),
     hc_collapse_norm_quant_case(STEP_TOKENS, folded=True),
     hc_expand_case(STEP_TOKENS),
+    *(hc_expand_mix_case(tokens) for tokens in (256, STEP_TOKENS)),
     engram_gate_case(STEP_TOKENS),
 ]

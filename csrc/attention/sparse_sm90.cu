@@ -6,8 +6,8 @@
 // keys. 10 steps a token, 31 tokens an SM: 0.39 ms at 1.755 GHz if the three overlap.
 //
 // One persistent block per SM walks over (token, 64 heads) items; three warpgroups:
-//   producer (warpgroup 2, 104 registers): reads packed rows by index into registers, eight rows ahead, expands them to bf16
-//     in the free one of two K tiles; loads Q of the next item once the last S of this one is done.
+//   producer (warpgroup 2, 104 registers): fetches packed rows by index into registers, a step ahead, and expands them to
+//     bf16 in the free one of two K tiles; loads Q of the next item once the last S of this one is done.
 //   consumers (warpgroups 0 and 1, 200 registers): step b belongs to consumer b % 2, which makes S = Q K^T (m64n64k16) and
 //     the softmax, and hands P (bf16) and the running maximum to the other through shared memory. Both add P V to their half
 //     of O (64 heads x 256 dims, m64n256k16; own P from registers, the other's from shared memory). So one consumer's
@@ -48,7 +48,6 @@ constexpr int kAtoms = kHeadDim / 64;
 constexpr int kTileBytes = kAtoms * kAtomBytes;
 constexpr int kHalfDims = kHeadDim / kConsumers;      // dims of O a consumer owns
 constexpr int kWarpRows = kSlots / 4;                 // rows of a step a producer warp expands
-constexpr int kRing = 8;                              // rows a producer warp has in flight; half a step
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMaxStart = -1e30f;                   // finite: a masked step must not make NaN
 constexpr float kKeyFactor = 512.f;                   // K tiles hold k / kKeyFactor
@@ -101,13 +100,16 @@ MDI_DEVICE int num_items(const SparseParams& params) { return params.num_tokens 
 struct Lanes {
     int token_idx, num_compressed, num_steps;
 
-    MDI_DEVICE Lanes(const SparseParams& params, int item) {
+    MDI_DEVICE Lanes(const SparseParams& params, int item) : Lanes(params, item, length(params, item)) {}
+    // `length` of the same item, loaded earlier
+    MDI_DEVICE Lanes(const SparseParams& params, int item, int length) {
         token_idx = item / heads_per_token_blocks(params);
-        num_compressed = params.num_picks;
-        if (params.compressed_len != nullptr) {
-            num_compressed = min_of(num_compressed, max_of(params.compressed_len[token_idx], 0));
-        }
+        num_compressed = min_of(params.num_picks, max_of(length, 0));
         num_steps = (params.num_window + num_compressed + kSlots - 1) / kSlots;
+    }
+    MDI_DEVICE static int length(const SparseParams& params, int item) {
+        if (params.compressed_len == nullptr || item >= num_items(params)) return params.num_picks;
+        return __ldg(params.compressed_len + item / heads_per_token_blocks(params));
     }
 };
 
@@ -136,49 +138,65 @@ struct Cursor {
     }
 };
 
-// The 16 slots of a step that one producer warp serves: lanes l and l + 16 hold slot l.
-struct WarpRows {
-    int row;                 // pool row; any value where not valid
-    uint32_t valid, window;  // bit per slot, the same in all lanes
+// The row of a step that one producer lane serves, with the lane beside it: lanes 2r and 2r + 1 of a warp have the left and
+// the right 32 columns of every atom of row r of the warp's 16.
+struct LaneRow {
+    const uint8_t* from;  // the packed row, nullptr = skipped
+    bool window;          // a window row; false when skipped
+    uint32_t valid;       // bit per row of the warp
 
-    // Starts the index load; the bits follow in `settle`, after other work.
+    // Starts the index load; the rest follows in `settle`, after other work.
     MDI_DEVICE static int load(const SparseParams& params, const Cursor& at, int slot) {
         if (at.done(params)) return -1;
         if (slot < params.num_window) return params.window_idx[static_cast<int64_t>(at.lanes.token_idx) * params.num_window + slot];
-        const int lane = slot - params.num_window;
-        if (lane >= at.lanes.num_compressed) return -1;
-        return params.compressed_idx[static_cast<int64_t>(at.lanes.token_idx) * params.num_picks + lane];
+        const int pick = slot - params.num_window;
+        if (pick >= at.lanes.num_compressed) return -1;
+        return params.compressed_idx[static_cast<int64_t>(at.lanes.token_idx) * params.num_picks + pick];
     }
-    MDI_DEVICE void settle(const SparseParams& params, int loaded, int slot) {
+    MDI_DEVICE void settle(const SparseParams& params, int idx, int slot) {
         const bool in_window = slot < params.num_window;
         const int limit = in_window ? params.num_window_rows : params.num_compressed_rows;
-        row = loaded;
-        valid = __ballot_sync(~0u, static_cast<uint32_t>(loaded) < static_cast<uint32_t>(limit));
-        window = __ballot_sync(~0u, in_window);
+        const bool ok = static_cast<uint32_t>(idx) < static_cast<uint32_t>(limit);
+        const uint8_t* pool = in_window ? params.window : params.compressed;
+        from = ok ? pool + static_cast<int64_t>(idx) * (in_window ? kWindowRowBytes : kCompressedRowBytes) : nullptr;
+        window = ok && in_window;
+        uint32_t bits = __ballot_sync(~0u, ok) & 0x55555555u;  // both lanes of a row agree: keep the even bits
+        bits = (bits | bits >> 1) & 0x33333333u;
+        bits = (bits | bits >> 2) & 0x0f0f0f0fu;
+        bits = (bits | bits >> 4) & 0x00ff00ffu;
+        valid = (bits | bits >> 8) & 0xffffu;
     }
 };
 
-// A lane's part of a packed row: 16 elements and their scale.
+// A lane's bytes of its row, fetched one step ahead. Compressed row: 16 bytes (32 codes) of each atom, and all 32 scales.
+// Window row: 32 bytes of each of four atoms, the other four follow when these are used; and all 16 scales.
 struct Packed {
-    uint4 codes;     // a window row fills all four words, a compressed row two
-    uint32_t scale;
-};
+    uint32_t codes[32], scales[8];
 
-MDI_DEVICE void load_packed(Packed& to, const SparseParams& params, const WarpRows& rows, int slot, int lane) {
-    const int row = __shfl_sync(~0u, rows.row, slot);
-    if ((rows.valid >> slot & 1) == 0) return;
-    if (rows.window >> slot & 1) {
-        const uint8_t* from = params.window + static_cast<int64_t>(row) * kWindowRowBytes;
-        to.codes = __ldg(reinterpret_cast<const uint4*>(from) + lane);
-        to.scale = __ldg(from + kHeadDim + lane / 2);
-    } else {
-        const uint8_t* from = params.compressed + static_cast<int64_t>(row) * kCompressedRowBytes;
-        const uint2 codes = __ldg(reinterpret_cast<const uint2*>(from) + lane);
-        to.codes.x = codes.x;
-        to.codes.y = codes.y;
-        to.scale = __ldg(from + kHeadDim / 2 + lane);
+    MDI_DEVICE void load16(uint32_t* to, const uint8_t* from) {
+        const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
+        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
     }
-}
+    MDI_DEVICE void load_window_atom(const uint8_t* row, int atom, int half) {
+        load16(codes + atom % 4 * 8, row + atom * 64 + half * 32);
+        load16(codes + atom % 4 * 8 + 4, row + atom * 64 + half * 32 + 16);
+    }
+    MDI_DEVICE void start(const LaneRow& row, int half) {
+        if (row.window) {
+#pragma unroll
+            for (int atom = 0; atom < kAtoms / 2; ++atom) load_window_atom(row.from, atom, half);
+            load16(scales, row.from + kHeadDim);
+        } else if (row.from != nullptr) {
+#pragma unroll
+            for (int atom = 0; atom < kAtoms; ++atom) load16(codes + atom * 4, row.from + atom * 32 + half * 16);
+            load16(scales, row.from + kHeadDim / 2);
+            load16(scales + 4, row.from + kHeadDim / 2 + 16);
+        } else {  // reads nothing: scale 0 makes any left-over FP4 code 0
+#pragma unroll
+            for (int i = 0; i < 8; ++i) scales[i] = 0;
+        }
+    }
+};
 
 // Eight E2M1 codes times scale * 2^117, in the order 0 4 1 5 2 6 3 7. Bits s|eem of a nibble become the sign, the low
 // exponent bits and the top mantissa bit of a bf16 worth value * 2^-126 (subnormal codes included).
@@ -190,20 +208,22 @@ MDI_DEVICE uint4 expand_fp4(uint32_t codes, uint32_t factor) {
                       bf16x2_product((codes >> 6 & kMagnitude) | (codes & kSign), factor));
 }
 
-// The factor of expand_fp4: an E4M3 scale times 2^117 = 2^126 / kKeyFactor, as a bf16 pair. NaN stays NaN.
-MDI_DEVICE uint32_t fp4_factor(uint32_t scale) {
-    float value;
+// The factors of expand_fp4 for two E4M3 scales (low byte, high byte): each times 2^117 = 2^126 / kKeyFactor, as a bf16 pair.
+// NaN stays NaN.
+MDI_DEVICE void fp4_factors(uint32_t scales, uint32_t (&factor)[2]) {
+    float value[2];
 #if defined(__CUDA_ARCH__)
     // PTX: cvt.rn.f16x2.e4m3x2
-    asm("{\n.reg .b32 halves;\n.reg .b16 low, high;\ncvt.rn.f16x2.e4m3x2 halves, %1;\n"
-        "mov.b32 {low, high}, halves;\ncvt.f32.f16 %0, low;\n}\n"
-        : "=f"(value)
-        : "h"(static_cast<uint16_t>(scale)));
+    asm("{\n.reg .b32 halves;\n.reg .b16 low, high;\ncvt.rn.f16x2.e4m3x2 halves, %2;\n"
+        "mov.b32 {low, high}, halves;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
+        : "=f"(value[0]), "=f"(value[1])
+        : "h"(static_cast<uint16_t>(scales)));
 #else
-    value = e4m3_decode(static_cast<uint8_t>(scale));
+    value[0] = e4m3_decode(static_cast<uint8_t>(scales));
+    value[1] = e4m3_decode(static_cast<uint8_t>(scales >> 8));
 #endif
-    value *= 0x1p117f;
-    return ptx::pack_bf16x2(value, value);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) factor[i] = ptx::pack_bf16x2(value[i] * 0x1p117f, value[i] * 0x1p117f);
 }
 
 // Eight E4M3 codes times 2^120 (exact values) times the scale, in the order 0 4 1 5 2 6 3 7. A NaN code makes the chunk NaN:
@@ -227,27 +247,37 @@ MDI_DEVICE uint32_t fp8_factor(uint32_t byte) {
     return bits * 0x10001u;
 }
 
-// Writes one row: the lane's two chunks are 2 * lane and 2 * lane + 1 of 64. Lanes of odd atoms store the second one first, so
-// that eight neighbouring lanes hit eight different bank groups.
-MDI_DEVICE void store_row(uint8_t* tile, const Packed& from, bool valid, bool window, int row, int lane) {
-    const bool swap = lane & 4;
-    uint4 first = make_uint4(0, 0, 0, 0), second = first;
-    if (valid) {
-        if (window) {
-            const uint32_t factor = fp8_factor(from.scale);
-            const uint4 c = from.codes;
-            first = expand_fp8(swap ? c.z : c.x, swap ? c.w : c.y, factor);
-            second = expand_fp8(swap ? c.x : c.z, swap ? c.y : c.w, factor);
-        } else {
-            const uint32_t factor = fp4_factor(from.scale);
-            first = expand_fp4(swap ? from.codes.y : from.codes.x, factor);
-            second = expand_fp4(swap ? from.codes.x : from.codes.y, factor);
-        }
+// Where a lane's four chunks of atom 0 lie in a K tile. Eight neighbouring lanes (four rows, two chunks each) hit eight
+// different bank groups.
+struct TileWriter {
+    uint8_t* chunk[4];
+
+    MDI_DEVICE TileWriter(uint8_t* tile, int row, int half) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) chunk[i] = tile + atom_offset(row, half * 4 + i);
     }
-    uint8_t* atom = tile + (lane / 4) * kAtomBytes;
-    const int chunk = 2 * (lane % 4) + (swap ? 1 : 0);
-    *reinterpret_cast<uint4*>(atom + atom_offset(row, chunk)) = first;
-    *reinterpret_cast<uint4*>(atom + atom_offset(row, chunk ^ 1)) = second;
+    MDI_DEVICE void store(int atom, int i, const uint4& v) const { *reinterpret_cast<uint4*>(chunk[i] + atom * kAtomBytes) = v; }
+};
+
+MDI_DEVICE void write_compressed_row(const TileWriter& to, const Packed& from, int half) {
+#pragma unroll
+    for (int atom = 0; atom < kAtoms; ++atom) {
+        uint32_t factor[2];
+        fp4_factors(from.scales[atom] >> (16 * half), factor);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to.store(atom, i, expand_fp4(from.codes[atom * 4 + i], factor[i / 2]));
+    }
+}
+
+MDI_DEVICE void write_window_row(const TileWriter& to, Packed& from, const uint8_t* row, int half) {
+#pragma unroll
+    for (int atom = 0; atom < kAtoms; ++atom) {
+        const uint32_t factor = fp8_factor(from.scales[atom / 2] >> (16 * (atom % 2) + 8 * half) & 0xffu);
+        const uint32_t* codes = from.codes + atom % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to.store(atom, i, expand_fp8(codes[2 * i], codes[2 * i + 1], factor));
+        if (atom < kAtoms / 2) from.load_window_atom(row, atom + kAtoms / 2, half);
+    }
 }
 
 MDI_DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
@@ -300,46 +330,41 @@ struct Producer {
     MDI_DEVICE void run() {
         Cursor at(params, blockIdx.x);
         if (at.done(params)) return;
-        const int my_slot = warp * kWarpRows + lane % kWarpRows;
-        // Three steps are under way: one is being expanded, the row numbers of the next are known, those of the one after
-        // that are on their way.
-        WarpRows rows, next_rows;
-        rows.settle(params, WarpRows::load(params, at, at.step * kSlots + my_slot), at.step * kSlots + my_slot);
+        const int tile_row = warp * kWarpRows + lane / 2, half = lane % 2;
+        // Three steps are under way: one in registers, the row numbers of the next known, those of the one after that on their
+        // way.
+        LaneRow row, next_row;
+        row.settle(params, LaneRow::load(params, at, at.step * kSlots + tile_row), at.step * kSlots + tile_row);
         Cursor ahead = at;
         ahead.advance(params);
-        next_rows.settle(params, WarpRows::load(params, ahead, ahead.step * kSlots + my_slot), ahead.step * kSlots + my_slot);
-        Packed ring[kRing] = {};
-#pragma unroll
-        for (int i = 0; i < kRing; ++i) load_packed(ring[i], params, rows, i, lane);
+        next_row.settle(params, LaneRow::load(params, ahead, ahead.step * kSlots + tile_row), ahead.step * kSlots + tile_row);
+        Packed packed = {};
+        packed.start(row, half);
 
         int item_count = 0;
         for (int b = 0; !at.done(params); ++b) {
             const int item = at.item, step = at.step, buffer = b & 1;
             at = ahead;
             ahead.advance(params);
-            const int slot_ahead = ahead.step * kSlots + my_slot;
-            const int loaded = WarpRows::load(params, ahead, slot_ahead);
+            const int slot_ahead = ahead.step * kSlots + tile_row;
+            const int idx_ahead = LaneRow::load(params, ahead, slot_ahead);
 
             ptx::mbarrier_wait(address_of(&shared.empty[buffer]), (b >> 1 & 1) ^ 1);
-#pragma unroll 1
-            for (int first = 0; first < kWarpRows; first += kRing) {
-                uint8_t* tile = shared.k[buffer] + (warp * kWarpRows + first) * 128;
-#pragma unroll
-                for (int i = 0; i < kRing; ++i) {
-                    const int slot = first + i;
-                    store_row(tile, ring[i], rows.valid >> slot & 1, rows.window >> slot & 1, i, lane);
-                    if (first == 0) load_packed(ring[i], params, rows, slot + kRing, lane);
-                }
+            const TileWriter to(shared.k[buffer], tile_row, half);
+            if (row.window) {
+                write_window_row(to, packed, row.from, half);
+            } else {
+                write_compressed_row(to, packed, half);
             }
-            if (lane == 0) reinterpret_cast<uint16_t*>(shared.valid[buffer])[warp] = static_cast<uint16_t>(rows.valid);
+            __syncwarp();
+            if (lane == 0) reinterpret_cast<uint16_t*>(shared.valid[buffer])[warp] = static_cast<uint16_t>(row.valid);
             ptx::fence_proxy_async();  // wgmma reads what the stores above wrote
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(address_of(&shared.full[buffer]));
-            // The next step's first rows start only now: the fence would wait for them.
-            rows = next_rows;
-            next_rows.settle(params, loaded, slot_ahead);
-#pragma unroll
-            for (int i = 0; i < kRing; ++i) load_packed(ring[i], params, rows, i, lane);
+            // The next step's bytes are fetched only now: the fence would wait for them.
+            row = next_row;
+            packed.start(row, half);
+            next_row.settle(params, idx_ahead, slot_ahead);
             if (step == 0) load_query(item, item_count++);
         }
     }
@@ -399,8 +424,9 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // S = Q K^T of this consumer's own step
-    MDI_DEVICE void start_scores(float (&s)[kSlots / 2]) const {
+    // S = Q K^T of this consumer's own step b
+    MDI_DEVICE void start_scores(float (&s)[kSlots / 2], int b) const {
+        ptx::mbarrier_wait(address_of(&shared.full[group]), b >> 1 & 1);
         const Descriptor q(shared.q, 16), k(shared.k[group], 16);
         fence_registers(s);
         wgmma_fence();
@@ -480,36 +506,61 @@ struct Consumer {
         arrive(shared.empty[other]);
     }
 
+    // When a consumer adds the values of the other's step b - 1: not at all (b is the first of the item), before its own
+    // scores, or after them. A template argument, because ptxas serialises wgmma groups that are open across a branch.
+    enum class Other { kNone, kBefore, kAfter };
+
+    // The consumer's own step b.
+    template <Other kWhen>
+    MDI_DEVICE void own_step(int b, bool is_last) {
+        float s[kSlots / 2], new_max[2], part[2];
+        uint32_t p[kSlots / 4];
+        if constexpr (kWhen == Other::kBefore) {
+            start_other(b - 1);
+            start_scores(s, b);
+            wgmma_wait<1>();
+            arrive(shared.empty[other]);
+            wgmma_wait<0>();
+        } else if constexpr (kWhen == Other::kAfter) {
+            start_scores(s, b);
+            start_other(b - 1);
+            wgmma_wait<1>();
+        } else {
+            start_scores(s, b);
+            wgmma_wait<0>();
+        }
+        fence_registers(s);
+        if (is_last) arrive(shared.q_empty);
+        mask_and_max(s, new_max);
+        probabilities(s, new_max, part, p);
+        if constexpr (kWhen == Other::kAfter) {
+            wgmma_wait<0>();
+            arrive(shared.empty[other]);
+        }
+        fence_registers(o);
+        rescale(new_max);
+        sum[0] += part[0];
+        sum[1] += part[1];
+        own_values(p);
+        arrive(shared.empty[group]);
+    }
+
     // Steps first..last of one item; step b is in K tile b % 2, which is also the consumer it belongs to.
     MDI_DEVICE void attend(int first, int last) {
 #pragma unroll
         for (int i = 0; i < kHalfDims / 2; ++i) o[i] = 0.f;
         m[0] = m[1] = kMaxStart;
         sum[0] = sum[1] = 0.f;
-        const int first_own = first + ((first ^ group) & 1);
-        if (first_own > last) arrive(shared.q_empty);  // no step of its own
-        for (int b = first_own; b <= last; b += 2) {
-            float s[kSlots / 2];
-            if (b > first) start_other(b - 1);
-            ptx::mbarrier_wait(address_of(&shared.full[group]), b >> 1 & 1);
-            start_scores(s);
-            if (b > first) {
-                wgmma_wait<1>();
-                arrive(shared.empty[other]);
-            }
-            wgmma_wait<0>();
-            fence_registers(s);
-            fence_registers(o);
-            if (b + 2 > last) arrive(shared.q_empty);
-            float new_max[2], part[2];
-            uint32_t p[kSlots / 4];
-            mask_and_max(s, new_max);
-            probabilities(s, new_max, part, p);
-            rescale(new_max);
-            sum[0] += part[0];
-            sum[1] += part[1];
-            own_values(p);
-            arrive(shared.empty[group]);
+        int b = first + ((first ^ group) & 1);
+        if (b > last) arrive(shared.q_empty);  // no step of its own
+        if (b == first) {
+            own_step<Other::kNone>(b, b + 2 > last);
+            b += 2;
+        }
+        if (group == 0) {
+            for (; b <= last; b += 2) own_step<Other::kBefore>(b, b + 2 > last);
+        } else {
+            for (; b <= last; b += 2) own_step<Other::kAfter>(b, b + 2 > last);
         }
         if (((last ^ group) & 1) != 0) {
             start_other(last);
@@ -522,9 +573,10 @@ struct Consumer {
         const int blocks = heads_per_token_blocks(params), first_head = item % blocks * kHeads;
         const int num_heads = min_of(kHeads, params.num_heads - first_head);
         float(&sums)[kConsumers][kHeads] = shared.row_sum[item_count & 1];
-        float factor[2];
+        float factor[2], sink[2];
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
+            sink[f] = row + 8 * f < num_heads ? __ldg(params.sink + first_head + row + 8 * f) : 0.f;
             sum[f] += __shfl_xor_sync(~0u, sum[f], 1);
             sum[f] += __shfl_xor_sync(~0u, sum[f], 2);
             if (lane % 4 == 0) sums[group][row + 8 * f] = sum[f];
@@ -534,8 +586,8 @@ struct Consumer {
         for (int f = 0; f < 2; ++f) {
             const int head = row + 8 * f;
             const float valid_sum = sums[0][head] + sums[1][head];
-            const float sink = head < num_heads ? params.sink[first_head + head] - m[f] : 0.f;
-            const float total = valid_sum + expf(sink > 88.f ? 88.f : sink);  // finite; a NaN sink stays NaN
+            const float exponent = sink[f] - m[f];
+            const float total = valid_sum + expf(exponent > 88.f ? 88.f : exponent);  // finite; a NaN sink stays NaN
             factor[f] = valid_sum == 0.f ? 0.f : kKeyFactor / total;          // 0: no valid lane (the largest p is 1)
         }
         const int blocks_rows = threadIdx.x % kGroupThreads / 8, chunk = threadIdx.x % 8;
@@ -572,8 +624,10 @@ struct Consumer {
 
     MDI_DEVICE void run() {
         int b = 0, item_count = 0;  // steps and non-empty items so far, as the producer counts them
+        int length = Lanes::length(params, blockIdx.x);
         for (int item = blockIdx.x; item < num_items(params); item += gridDim.x) {
-            const Lanes lanes(params, item);
+            const Lanes lanes(params, item, length);
+            length = Lanes::length(params, item + gridDim.x);  // arrives under this item's work
             if (lanes.num_steps == 0) {
                 store_zeros(item);
                 continue;

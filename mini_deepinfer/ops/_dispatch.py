@@ -46,6 +46,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "elementwise.hc_collapse_norm": ("portable",),
     "elementwise.hc_collapse_norm_quant": ("portable",),
     "elementwise.hc_expand": ("portable",),
+    "elementwise.hc_expand_mix": ("portable",),
     "elementwise.engram_gate": ("portable",),
     #
     # -- attention

@@ -29,6 +29,15 @@ void run_hc_mix(int64_t tokens, int n, int width, const uint16_t* streams, const
     launch_hc_mix({tokens, n, width, streams, fn, base, scale, iters, hc_eps, norm_eps, partial, pre, post, comb, nullptr});
 }
 
+void run_hc_expand_mix(int64_t tokens, int n, int width, const uint16_t* y, int64_t y_stride, const uint16_t* streams,
+                       const float* last_pre, const float* last_post, const float* last_comb, const float* fn,
+                       const float* base, const float* scale, int iters, float hc_eps, float norm_eps, float* partial,
+                       uint16_t* out, uint16_t* x, float* pre, float* post, float* comb) {
+    launch_hc_expand_mix({{tokens, n, width, streams, fn, base, scale, iters, hc_eps, norm_eps, partial, pre, post, comb,
+                           nullptr},
+                          y, y_stride, last_pre, last_post, last_comb, out, x});
+}
+
 void run_hc_expand(int64_t tokens, int n, int width, const uint16_t* y, int64_t y_stride, const uint16_t* streams,
                    const float* post, const float* comb, uint16_t* out) {
     launch_hc_expand({tokens, n, width, y, y_stride, streams, post, comb, out, nullptr});
