@@ -9,7 +9,7 @@
 //
 // A cluster of two blocks computes 256 columns x up to 128 rows; both need the same rows, each fetches half of them
 // by TMA and multicasts. Block roles (384 threads):
-//   warpgroup 0   one thread issues TMA: a ring of eight stages of [rows][128 columns], 128-byte swizzle
+//   warpgroup 0   one warp: TMA into a ring of eight stages of [rows][128 columns] (128-byte swizzle), L2 prefetch of weights
 //   warpgroups 1, 2 (64 columns each)   per step of 128 columns of K:
 //     four wgmma m64nNk32 on the fragments of this step
 //     meanwhile: expand the next step's weights, which were loaded from global memory two steps before
@@ -87,20 +87,44 @@ struct Ring {
 
 // -- producer ---------------------------------------------------------------------------------------------------------
 
+// prefetch.global.L2: the line that holds `address`
+__device__ __forceinline__ void prefetch_line(const uint8_t* address) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+#endif
+}
+
+// One warp: lane 0 fills the ring; every lane asks for the weights of four output columns ahead of the consumers, who
+// load them two steps before use, too late for a miss to DRAM. The ring paces both.
 __device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, const CUtensorMap* map, int num_tiles,
                         int num_steps, int rank) {
+    constexpr int kRowsPerLane = kColumns / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int row_bytes = p.k / 2, groups = p.k / 32;
     Ring ring;
     for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < num_tiles; tile += static_cast<int>(gridDim.x) / kCluster) {
         const Work work = find_work(shared, p, tile, rank);
         const int half = work.width / kCluster;  // a multiple of kBoxRows
         const int y = static_cast<int>(work.first_row) + rank * half;
+        const int column = work.first_column + lane * kRowsPerLane;
+        const int num_rows = max(0, min(kRowsPerLane, p.num_out - column));
+        const int64_t weight_row = static_cast<int64_t>(work.expert) * p.num_out + column;
+        const uint8_t* codes = p.weight + weight_row * row_bytes;
+        const uint8_t* scales = p.weight_scale + weight_row * groups;  // of consecutive rows: one run of bytes
+        for (int byte = 0; byte < num_rows * groups; byte += 64) prefetch_line(scales + byte);
         for (int step = 0; step < num_steps; ++step, ring.advance()) {
             ptx::mbarrier_wait(ptx::smem_address(&shared.empty[ring.stage]), ring.phase ^ 1);
-            const uint32_t full = ptx::smem_address(&shared.full[ring.stage]);
-            ptx::mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(work.width * kBlockK));
-            const uint32_t target = ptx::smem_address(shared.ring[ring.stage]) + rank * half * kBlockK;
-            for (int row = 0; row < half; row += kBoxRows)
-                ptx::tma_load_2d_multicast(target + row * kBlockK, map, full, step * kBlockK, y + row, 0x3);
+            if (lane == 0) {
+                const uint32_t full = ptx::smem_address(&shared.full[ring.stage]);
+                ptx::mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(work.width * kBlockK));
+                const uint32_t target = ptx::smem_address(shared.ring[ring.stage]) + rank * half * kBlockK;
+                for (int row = 0; row < half; row += kBoxRows)
+                    ptx::tma_load_2d_multicast(target + row * kBlockK, map, full, step * kBlockK, y + row, 0x3);
+            }
+            if (step % 2 == 0)
+                for (int byte = 64 * step; byte < min(64 * step + 128, row_bytes); byte += 64)
+                    for (int r = 0; r < num_rows; ++r) prefetch_line(codes + r * row_bytes + byte);
+            __syncwarp();
         }
     }
 }
@@ -400,7 +424,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
 
     if (thread < 128) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
-        if (thread == 0) produce(shared, params, &map, num_tiles, num_steps, rank);
+        if (thread < 32) produce(shared, params, &map, num_tiles, num_steps, rank);
         __syncwarp();
     } else {
         ptx::setmaxnreg_inc<kConsumerRegisters>();
