@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench.shapes import CONTEXT_TOKENS, STEP_TOKENS, Case, strata_rows
 
+from bench.shapes import CONTEXT_TOKENS, STEP_TOKENS, Case, strata_rows
 from mini_deepinfer.ops import attention
 from mini_deepinfer.ops._dispatch import IMPLEMENTATIONS
 from mini_deepinfer.ops.reference import attention as reference

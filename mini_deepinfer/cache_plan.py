@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from .config import EngineConfig, ModelConfig
 from .kv_cache import CacheGeometry, cache_bytes, page_bytes, window_bytes
+from .tensor_table import component_totals
 
 MAX_SNAPSHOTS = 128  # window snapshots the prefix cache may keep: 2.7 MB each for the released model
 CPU_CACHE_SHARE = 0.25  # of the free memory; a CPU run is for tiny models and shares the machine
-GPU_RESERVE_BYTES = 2 * 2**30  # context, libraries, prepared copies of small weights, allocator slack
+GPU_RESERVE_BYTES = 2 * 2**30  # context, libraries, allocator slack
+# Components whose FP8 weights are re-expressed on a GPU when the model is made; both forms are there for a moment.
+PREPARED_COMPONENTS = ("attention", "indexer", "shared experts", "engram projections")
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,12 @@ def workspace_bytes(config: ModelConfig, max_num_batched_tokens: int, max_model_
     scores = 2 * max_model_len * 2 if any(config.compress_ratios) else 0
     per_token = streams + attention + routed + exchange + scores
     return max_num_batched_tokens * per_token + config.vocab_size * 4 * 64
+
+
+@lru_cache(maxsize=4)
+def _prepared_bytes(config: ModelConfig) -> int:
+    totals = component_totals(config)
+    return sum(totals[name][1] for name in PREPARED_COMPONENTS)
 
 
 def plan_caches(
@@ -108,6 +118,7 @@ def _plan(
         "workspace (estimate)": workspace_bytes(config, options.max_num_batched_tokens, length, world),
     }
     if device.type == "cuda":
+        parts["prepared weights"] = _prepared_bytes(config)
         parts["reserve"] = GPU_RESERVE_BYTES
     per_page = page_bytes(config, options.page_size)
     wanted = options.max_num_seqs * geometry.pages_for(length)

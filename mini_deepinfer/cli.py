@@ -67,7 +67,7 @@ def _add_files(parser: argparse.ArgumentParser, output: str) -> None:
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    EngineConfig.add_arguments(parser.add_argument_group("engine"))
+    EngineConfig.add_arguments(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -69,6 +69,7 @@ ENVIRONMENT: dict[str, EnvVariable] = {
     "MDI_SYNC": EnvVariable(False, _parse_switch, "1 = synchronise and check for errors after every op"),
     "MDI_CUDA": EnvVariable("auto", _parse_cuda, "build: 0 = without kernels, 1 = kernels required, auto = if nvcc is found"),
     "MDI_CUDA_ARCHS": EnvVariable(("90a", "100a"), _parse_archs, "build: GPU architectures to compile for"),
+    "MDI_TORCH": EnvVariable("torch>=2.11", str, "scripts: the torch that a new .venv gets"),
     "MAX_JOBS": EnvVariable(None, _parse_jobs, "build: parallel compiler jobs"),
 }
 

@@ -4,9 +4,9 @@
 #
 # Takes the active environment (or ./.venv, or python3) if it imports torch >= 2.11, the package's dependencies and the
 # MODULEs; then nothing is installed and no network is used. Otherwise makes ./.venv and installs ${MDI_TORCH:-torch>=2.11}
-# and the package into it. Either way the package is built in place if it has not been.
+# and the package with its extras ${INSTALL_EXTRAS:-test} into it. Either way the package is built in place if it has not been.
 
-MDI_EXTRAS=test
+INSTALL_EXTRAS=${INSTALL_EXTRAS:-test}
 
 environment_is_complete() { # PYTHON MODULE...
     "$1" - "${@:2}" 2>/dev/null <<'PY'
@@ -33,9 +33,8 @@ ensure_environment() {
         PYTHON=$PWD/.venv/bin/python
         "$PYTHON" -m pip install --quiet "${MDI_TORCH:-torch>=2.11}" "setuptools>=77" wheel ninja pybind11
         # ninja and the compiler wrappers are looked up on PATH
-        PATH="$PWD/.venv/bin:$PATH" "$PYTHON" -m pip install --quiet --no-build-isolation -e ".[$MDI_EXTRAS]"
+        PATH="$PWD/.venv/bin:$PATH" "$PYTHON" -m pip install --quiet --no-build-isolation -e ".[$INSTALL_EXTRAS]"
     fi
-    unset MDI_TORCH # for this script only: the package refuses MDI_ variables it does not know
     export PATH="$(dirname "$PYTHON"):$PATH" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
     if ! ls mini_deepinfer/_C*.so >/dev/null 2>&1; then
         "$PYTHON" setup.py --quiet build_ext --inplace || echo "environment: no extension; the reference ops will run" >&2

@@ -31,6 +31,7 @@ while [ $# -gt 0 ]; do
 done
 [ ${#parts[@]} -gt 0 ] || parts=(build tests bench_ops prefill)
 
+last_line() { grep -v '^ *$' "$1" | tail -n 1 | cut -c -160; }
 say() { echo "$*" | tee -a "$out/summary.txt"; }
 
 # step NAME SECONDS LOG COMMAND...: run with a limit, never past the end of the whole; one line in the summary.
@@ -47,9 +48,9 @@ step() {
     timeout -k 10 "$((left < seconds ? left : seconds))" "$@" >>"$log" 2>&1
     status=$?
     case $status in
-        0) say "PASS  $name ($((SECONDS - start)) s) $(tail -n 1 "$log" | cut -c -160)" ;;
-        124 | 137) say "FAIL  $name: over its limit of $seconds s" ;;
-        *) say "FAIL  $name: exit status $status: $(tail -n 1 "$log" | cut -c -160)" ;;
+        0) say "PASS  $name ($((SECONDS - start)) s) $(last_line "$log")" ;;
+        124 | 137) say "FAIL  $name: over its limit of $((left < seconds ? left : seconds)) s" ;;
+        *) say "FAIL  $name: exit status $status: $(last_line "$log")" ;;
     esac
     [ $status -eq 0 ] || failed=1
     return $status

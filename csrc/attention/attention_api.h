@@ -18,6 +18,11 @@ inline void define_attention(Library& m) {
     m.def(
         "attention_sparse(Tensor q, Tensor window, Tensor window_idx, Tensor? compressed, Tensor? compressed_idx, "
         "Tensor? compressed_len, Tensor sink, float softmax_scale, Tensor(a!) out) -> ()");
+#ifdef MDI_WITH_SM90
+    m.def(
+        "attention_sparse_sm90(Tensor q, Tensor window, Tensor window_idx, Tensor? compressed, Tensor? compressed_idx, "
+        "Tensor? compressed_len, Tensor sink, float softmax_scale, Tensor(a!) out) -> ()");
+#endif
 }
 
 #ifdef MDI_WITH_CUDA
@@ -193,6 +198,9 @@ inline void implement_attention(Library& m) {
     m.impl("attention_write_compressed", TORCH_BOX(&write_compressed));
     m.impl("attention_compress", TORCH_BOX(&compress));
     m.impl("attention_sparse", TORCH_BOX(&sparse<launch_sparse>));
+#ifdef MDI_WITH_SM90
+    m.impl("attention_sparse_sm90", TORCH_BOX(&sparse<launch_sparse_sm90>));
+#endif
 }
 #endif
 

@@ -3,7 +3,7 @@
 //     dot[s] = sum_c R[s,c] * (q_weight[s,c] * k_weight[s,c]) * key[s,c] * rstd(R[s]) * rstd(key[s]) * N^-1/2
 //     out[s] = bf16( R[s] + sigmoid( copysign( sqrt(max(|dot[s]|, 1e-6)), dot[s] ) ) * value )
 //
-// A block takes one token. A thread owns kChunks vectors of 8 columns of every stream, in registers from the load to the
+// A block takes one token. A thread owns kGateChunks vectors of 8 columns of every stream, in registers from the load to the
 // store (out may be streams); the three sums of every stream are reduced together: a thread's columns in order, a butterfly
 // over the warp, the warps in order. Memory-bound: (3n + 1) * N * 2 bytes a token; the weights stay in L2.
 // Shared memory: 3 n floats a warp, 960 bytes. Limits: N % 8 == 0, N <= 10240, n <= 4. NaN reaches its whole stream.
@@ -15,15 +15,15 @@
 namespace mdi::elementwise {
 namespace {
 
-constexpr int kChunks = 2;
-constexpr int kMaxThreads = kMaxCollapseWidth / kVector / kChunks;
-constexpr int kNumSums = 3;  // R^2, key^2, R * weight * key
+constexpr int kGateChunks = 2;
+constexpr int kGateThreads = kMaxCollapseWidth / kVector / kGateChunks;
+constexpr int kGateSums = 3;  // R^2, key^2, R * weight * key
 
-struct Sums {
-    float value[kNumSums];
+struct GateSums {
+    float value[kGateSums];
 };
 
-MDI_DEVICE Sums add_products(const uint4& stream, const uint4& key, const uint4& q_weight, const uint4& k_weight, Sums sums) {
+MDI_DEVICE GateSums add_products(const uint4& stream, const uint4& key, const uint4& q_weight, const uint4& k_weight, GateSums sums) {
     float r[kVector], k[kVector], qw[kVector], kw[kVector];
     unpack(stream, r);
     unpack(key, k);
@@ -38,7 +38,7 @@ MDI_DEVICE Sums add_products(const uint4& stream, const uint4& key, const uint4&
     return sums;
 }
 
-MDI_DEVICE float gate_of(const Sums& sums, float width, float eps) {
+MDI_DEVICE float gate_of(const GateSums& sums, float width, float eps) {
     const float rstd = (1.0f / sqrtf(sums.value[0] / width + eps)) * (1.0f / sqrtf(sums.value[1] / width + eps));
     const float dot = sums.value[2] * rstd * (1.0f / sqrtf(width));
     const float magnitude = fabsf(dot) < 1e-6f ? 1e-6f : fabsf(dot);  // keeps NaN
@@ -46,19 +46,19 @@ MDI_DEVICE float gate_of(const Sums& sums, float width, float eps) {
 }
 
 template <int kStreams>
-__global__ void __launch_bounds__(kMaxThreads) engram_gate_kernel(EngramGateParams p) {
-    __shared__ float scratch[kMaxThreads / 32][kStreams * kNumSums];
+__global__ void __launch_bounds__(kGateThreads) engram_gate_kernel(EngramGateParams p) {
+    __shared__ float scratch[kGateThreads / 32][kStreams * kGateSums];
     const int64_t token = blockIdx.x;
     const int step = static_cast<int>(blockDim.x) * kVector;
     const int first = static_cast<int>(threadIdx.x) * kVector;
     const bf16* streams = p.streams + token * kStreams * p.width;
     const bf16* z = p.z + token * p.z_stride;
 
-    uint4 packed[kChunks][kStreams];
-    uint4 addend[kChunks];
-    Sums sums[kStreams] = {};
+    uint4 packed[kGateChunks][kStreams];
+    uint4 addend[kGateChunks];
+    GateSums sums[kStreams] = {};
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
+    for (int c = 0; c < kGateChunks; ++c) {
         const int column = first + c * step;
         if (column >= p.width) continue;
         addend[c] = *reinterpret_cast<const uint4*>(z + static_cast<int64_t>(kStreams) * p.width + column);
@@ -74,22 +74,22 @@ __global__ void __launch_bounds__(kMaxThreads) engram_gate_kernel(EngramGatePara
 #pragma unroll
     for (int s = 0; s < kStreams; ++s)
 #pragma unroll
-        for (int k = 0; k < kNumSums; ++k) {
+        for (int k = 0; k < kGateSums; ++k) {
             const float sum = warp_sum(sums[s].value[k]);
-            if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32][s * kNumSums + k] = sum;
+            if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32][s * kGateSums + k] = sum;
         }
     __syncthreads();
     float gate[kStreams];
 #pragma unroll
     for (int s = 0; s < kStreams; ++s) {
-        Sums total = {};
+        GateSums total = {};
         for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; ++warp)
 #pragma unroll
-            for (int k = 0; k < kNumSums; ++k) total.value[k] += scratch[warp][s * kNumSums + k];
+            for (int k = 0; k < kGateSums; ++k) total.value[k] += scratch[warp][s * kGateSums + k];
         gate[s] = gate_of(total, static_cast<float>(p.width), p.eps);
     }
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
+    for (int c = 0; c < kGateChunks; ++c) {
         const int column = first + c * step;
         if (column >= p.width) continue;
         float value[kVector];
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kMaxThreads) engram_gate_kernel(EngramGatePara
 
 template <int kStreams>
 void launch_streams(const EngramGateParams& p) {
-    const int threads = align_up(ceil_div(ceil_div(p.width, kVector), kChunks), 32);
+    const int threads = align_up(ceil_div(ceil_div(p.width, kVector), kGateChunks), 32);
     launch("elementwise.engram_gate", engram_gate_kernel<kStreams>,
            {dim3(static_cast<unsigned>(p.num_tokens)), dim3(static_cast<unsigned>(threads)), 0, p.stream}, p);
 }

@@ -11,10 +11,10 @@
 namespace mdi::elementwise {
 namespace {
 
-constexpr int kMaxThreads = 320;  // two steps over N = 5120
+constexpr int kExpandThreads = 320;  // two steps over N = 5120
 
 template <int kStreams>
-__global__ void __launch_bounds__(kMaxThreads) hc_expand_kernel(HcExpandParams p) {
+__global__ void __launch_bounds__(kExpandThreads) hc_expand_kernel(HcExpandParams p) {
     const int64_t token = blockIdx.x;
     float post[kStreams], comb[kStreams][kStreams];
 #pragma unroll
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kMaxThreads) hc_expand_kernel(HcExpandParams p
 
 template <int kStreams>
 void launch_streams(const HcExpandParams& p) {
-    const int threads = min_of(align_up(ceil_div(p.width, kVector), 32), kMaxThreads);
+    const int threads = min_of(align_up(ceil_div(p.width, kVector), 32), kExpandThreads);
     launch("elementwise.hc_expand", hc_expand_kernel<kStreams>,
            {dim3(static_cast<unsigned>(p.num_tokens)), dim3(static_cast<unsigned>(threads)), 0, p.stream}, p);
 }

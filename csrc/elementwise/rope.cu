@@ -8,6 +8,9 @@
 // share a row; a thread does kRowsPerThread rows, all loaded before the first store. kColumns is 8 (16-byte accesses), or 2
 // where a width, stride or address does not allow that. Heads of a token find the table row in L1.
 // Memory-bound: R/d of x is read and written in place, 8 R bytes of table a token. Offsets are 64-bit. No shared memory.
+#include <stdexcept>
+#include <string>
+
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "elementwise/elementwise.h"
@@ -16,7 +19,7 @@
 namespace mdi::elementwise {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kRopeThreads = 256;
 constexpr int kRowsPerThread = 4;
 
 // float32 a*c + b*s with two rounded products and a rounded sum
@@ -76,15 +79,15 @@ MDI_DEVICE int64_t offset(int64_t token_stride, int head_dim, uint32_t token, ui
     return static_cast<int64_t>(token) * token_stride + static_cast<int64_t>(head) * head_dim;
 }
 
-// first_column: 0, or d - R when the other columns are in place already. A block covers kThreads / vectors rows at a time.
+// first_column: 0, or d - R when the other columns are in place already. A block covers kRopeThreads / vectors rows at a time.
 template <int kColumns>
-__global__ void __launch_bounds__(kThreads) rope_kernel(RopeParams p, int first_column, int vectors, int rows_at_once) {
+__global__ void __launch_bounds__(kRopeThreads) rope_kernel(RopeParams p, int first_column, int vectors, int rows_at_once) {
     const int row_in_block = static_cast<int>(threadIdx.x) / vectors;
     if (row_in_block >= rows_at_once) return;
     const auto num_rows = static_cast<uint32_t>(p.num_tokens * p.num_heads);  // the launcher checked
     const uint32_t first_row = blockIdx.x * static_cast<uint32_t>(rows_at_once * kRowsPerThread) + row_in_block;
     const int nope_dim = p.head_dim - p.rope_dim;
-    // a block of more than kThreads vectors a row (rows_at_once == 1) loops over the row
+    // a block of more than kRopeThreads vectors a row (rows_at_once == 1) loops over the row
     for (int v = static_cast<int>(threadIdx.x) % vectors; v * kColumns + first_column < p.head_dim; v += vectors) {
         const int column = first_column + v * kColumns;
         Words<kColumns> words[kRowsPerThread];
@@ -116,11 +119,11 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(RopeParams p, int first_
 template <int kColumns>
 void launch_vectors(const RopeParams& p) {
     const int first_column = p.out == p.x ? p.head_dim - p.rope_dim : 0;
-    const int vectors = min_of((p.head_dim - first_column) / kColumns, kThreads);
-    const int rows_at_once = kThreads / vectors;
+    const int vectors = min_of((p.head_dim - first_column) / kColumns, kRopeThreads);
+    const int rows_at_once = kRopeThreads / vectors;
     const int64_t blocks = ceil_div<int64_t>(p.num_tokens * p.num_heads, static_cast<int64_t>(rows_at_once) * kRowsPerThread);
     launch("elementwise.rope", rope_kernel<kColumns>,
-           {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, p.stream}, p, first_column, vectors, rows_at_once);
+           {dim3(static_cast<unsigned>(blocks)), dim3(kRopeThreads), 0, p.stream}, p, first_column, vectors, rows_at_once);
 }
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }

@@ -20,6 +20,7 @@
 // Columns past K, rows past the expert's and output columns past O are zero-filled, never read; rows at or past
 // offsets[E] are never written. A negative a_rows entry counts as a zero row.
 //
+// SASS: HMMA
 // Shared memory 86 KiB: A codes 4 x 8, B nibbles 4 x 4, A bf16 2 x 16 (also the output tile), B factors 2 x 1, prefix 4.
 // Limits: E <= 1024, K and O multiples of 32, row tiles x column tiles < 2^31.
 #include "common/launch.h"
@@ -82,12 +83,16 @@ __device__ __forceinline__ void expand_b(uint32_t word, uint32_t factor, uint32_
 
 // Two E4M3 codes (low byte first) times `scale` -> bf16 pair; NaN codes give NaN.
 __device__ __forceinline__ uint32_t expand_a(uint32_t codes, float scale) {
+    float low, high;
+#if defined(__CUDA_ARCH__)
     uint32_t half_pair;  // PTX: cvt.rn.f16x2.e4m3x2
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(half_pair) : "h"(static_cast<uint16_t>(codes)));
-    float low, high;
     asm("{\n.reg .f16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}\n"
         : "=f"(low), "=f"(high)
         : "r"(half_pair));
+#else
+    low = e4m3_decode(codes & 0xffu), high = e4m3_decode(codes >> 8 & 0xffu);
+#endif
     return ptx::pack_bf16x2(low * scale, high * scale);
 }
 
@@ -95,6 +100,8 @@ __device__ __forceinline__ uint32_t expand_a(uint32_t codes, float scale) {
 struct Work {
     const GroupedGemmParams& params;
     Tile tile;
+    int64_t first_row;    // of out
+    int num_rows;         // 1 .. 128
     int thread;           // threadIdx.x, opaque to the compiler: or it keeps every address across tiles, and spills
     int num_steps;        // ceil(K / 64)
     int copy_rows[4];     // rows of a behind this thread's four cp.async, -1 = zero row
@@ -102,7 +109,13 @@ struct Work {
     int b_row;            // row of the expert's weight behind row threadIdx.x of the B tile, -1 = past O
 
     __device__ Work(const GroupedGemmParams& p, const Tile& t) : params(p), tile(t) {
+        first_row = static_cast<int64_t>(t.expert_begin) + t.row_tile * kBlockM;
+        num_rows = min(kBlockM, t.expert_rows - t.row_tile * kBlockM);
+#if defined(__CUDA_ARCH__)
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+#else
+        thread = static_cast<int>(threadIdx.x);  // CPU tests
+#endif
         thread &= kThreads - 1;
         num_steps = ceil_div(p.k, kBlockK);
 #pragma unroll
@@ -112,8 +125,8 @@ struct Work {
     }
 
     __device__ int source_row(int row) const {
-        if (row >= tile.num_rows) return -1;
-        return params.a_rows ? params.a_rows[tile.first_row + row] : static_cast<int>(tile.first_row) + row;
+        if (row >= num_rows) return -1;
+        return params.a_rows ? params.a_rows[first_row + row] : static_cast<int>(first_row) + row;
     }
 };
 
@@ -247,9 +260,9 @@ __device__ __forceinline__ void store_tile(SharedStorage& shared, const Work& wo
     const GroupedGemmParams& p = work.params;
     const int column = work.tile.first_column + thread % 16 * 8;
     if (column < p.num_out) {
-        for (int row = thread / 16; row < work.tile.num_rows; row += kThreads / 16) {
+        for (int row = thread / 16; row < work.num_rows; row += kThreads / 16) {
             const uint4 value = *reinterpret_cast<const uint4*>(staged + row * 256 + (thread % 16 ^ (row % 8)) * 16);
-            *reinterpret_cast<uint4*>(p.out + (work.tile.first_row + row) * p.num_out + column) = value;
+            *reinterpret_cast<uint4*>(p.out + (work.first_row + row) * p.num_out + column) = value;
         }
     }
     __syncthreads();  // the next tile's convert_a writes here
@@ -303,7 +316,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) grouped_gemm_kernel(co
     const int num_tiles = Scheduler::num_tiles(shared.tiles, params.num_experts, params.num_out);
     for (int tile = static_cast<int>(blockIdx.x); tile < num_tiles; tile += static_cast<int>(gridDim.x)) {
         const Work work(params, Scheduler::find(shared.tiles, params.offsets, params.num_experts, params.num_out, tile));
-        if (work.tile.num_rows <= 64) compute_tile<4>(shared, work);
+        if (work.num_rows <= 64) compute_tile<4>(shared, work);
         else compute_tile<8>(shared, work);
     }
 }

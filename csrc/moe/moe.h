@@ -45,6 +45,33 @@ struct GroupedGemmParams {
     cudaStream_t stream;
 };
 
+// Rows of a, re-expressed in E4M3 with one power-of-two scale per row, in the order and the column order that
+// grouped_gemm_sm90 reads.
+struct FoldRowsParams {
+    int64_t num_rows;           // M
+    int k, num_experts;         // K, a multiple of 32; offsets[E] bounds the rows
+    const uint8_t* a;           // [.., K] E4M3
+    const uint8_t* a_scale;     // [.., K/32] E8M0
+    const int32_t* a_rows;      // [M] or null
+    const int32_t* offsets;     // [E + 1]
+    uint8_t* folded;            // [M, align_up(K, 128)]
+    float* row_scale;           // [M]
+    cudaStream_t stream;
+};
+
+struct GroupedGemmSm90Params {
+    int64_t num_rows;           // M
+    int num_experts, k, num_out;
+    const uint8_t* folded;      // of launch_fold_rows
+    const float* row_scale;     // [M]
+    const uint8_t* weight;      // [E, O, K/2]
+    const uint8_t* weight_scale;  // [E, O, K/32]
+    const uint8_t* weight_row;  // [E, O] largest scale byte of the row
+    const int32_t* offsets;
+    uint16_t* out;              // [M, O] bf16
+    cudaStream_t stream;
+};
+
 struct SwigluQuantParams {
     int64_t num_rows;           // M
     int hidden;                 // F, a multiple of 32
@@ -79,6 +106,8 @@ constexpr int64_t permute_num_blocks(int64_t num_slots) {
 void launch_route(const RouteParams& params);
 void launch_permute(const PermuteParams& params);
 void launch_grouped_gemm(const GroupedGemmParams& params);
+void launch_fold_rows(const FoldRowsParams& params);
+void launch_grouped_gemm_sm90(const GroupedGemmSm90Params& params);
 void launch_swiglu_quant(const SwigluQuantParams& params);
 void launch_combine(const CombineParams& params);
 

@@ -16,6 +16,9 @@ inline void define_moe(Library& m) {
         "moe_grouped_gemm(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale, Tensor offsets, Tensor? a_rows, "
         "Tensor(a!) out) -> ()");
     m.def(
+        "moe_grouped_gemm_sm90(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale, Tensor offsets, "
+        "Tensor? a_rows, Tensor(a!) out, Tensor weight_row, Tensor(b!) folded, Tensor(c!) row_scale) -> ()");
+    m.def(
         "moe_swiglu_quant(Tensor gu, Tensor? row_weight, float limit, Tensor? num_rows, Tensor(a!)? codes, "
         "Tensor(b!)? scale, Tensor(c!)? h) -> ()");
     m.def("moe_combine(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor(a!) out) -> ()");
@@ -114,6 +117,27 @@ inline void grouped_gemm(const Tensor& a, const Tensor& a_scale, const Tensor& w
         grouped_gemm_params("moe.grouped_gemm", a, a_scale, weight, weight_scale, offsets, a_rows, out, scope));
 }
 
+#ifdef MDI_WITH_SM90
+// Two launches: the rows of a folded and gathered into the workspace, then the product.
+inline void grouped_gemm_sm90(const Tensor& a, const Tensor& a_scale, const Tensor& weight, const Tensor& weight_scale,
+                              const Tensor& offsets, std::optional<Tensor> a_rows, const Tensor& out,
+                              const Tensor& weight_row, const Tensor& folded, const Tensor& row_scale) {
+    const char* op = "moe.grouped_gemm_sm90";
+    const DeviceScope scope(a);
+    const GroupedGemmParams p = grouped_gemm_params(op, a, a_scale, weight, weight_scale, offsets, a_rows, out, scope);
+    check_operand(op, "weight_row", weight_row, scope.device, ScalarType::Byte, {{"E", p.num_experts}, {"O", p.num_out}});
+    check_operand(op, "folded", folded, scope.device, ScalarType::Byte, {{"M", p.num_rows}, {"K'", (p.k + 127) / 128 * 128}});
+    check_operand(op, "row_scale", row_scale, scope.device, ScalarType::Float, {{"M", p.num_rows}});
+    MDI_CHECK_ALIGN(op, weight_row, 8);
+    MDI_CHECK_ALIGN(op, folded, 128);
+    launch_fold_rows({p.num_rows, p.k, p.num_experts, p.a, p.a_scale, p.a_rows, p.offsets, data<uint8_t>(folded),
+                      data<float>(row_scale), scope.stream});
+    launch_grouped_gemm_sm90({p.num_rows, p.num_experts, p.k, p.num_out, data<const uint8_t>(folded),
+                              data<const float>(row_scale), p.weight, p.weight_scale, data<const uint8_t>(weight_row),
+                              p.offsets, p.out, scope.stream});
+}
+#endif
+
 inline void swiglu_quant(const Tensor& gu, std::optional<Tensor> row_weight, double limit, std::optional<Tensor> num_rows,
                          std::optional<Tensor> codes, std::optional<Tensor> scale, std::optional<Tensor> h) {
     const char* op = "moe.swiglu_quant";
@@ -169,6 +193,9 @@ inline void implement_moe(Library& m) {
     m.impl("moe_route", TORCH_BOX(&route));
     m.impl("moe_permute", TORCH_BOX(&permute));
     m.impl("moe_grouped_gemm", TORCH_BOX(&grouped_gemm));
+#ifdef MDI_WITH_SM90
+    m.impl("moe_grouped_gemm_sm90", TORCH_BOX(&grouped_gemm_sm90));
+#endif
     m.impl("moe_swiglu_quant", TORCH_BOX(&swiglu_quant));
     m.impl("moe_combine", TORCH_BOX(&combine));
 }

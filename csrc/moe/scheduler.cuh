@@ -16,8 +16,8 @@ namespace mdi::moe {
 
 struct Tile {
     int expert;
-    int64_t first_row;  // of out
-    int num_rows;       // 1 .. kBlockM
+    int expert_begin, expert_rows;  // rows of out
+    int row_tile, num_row_tiles;
     int first_column;
 };
 
@@ -77,9 +77,8 @@ struct TileScheduler {
         const int inside = local - band * kBand * columns;
         const int height = min(kBand, row_tiles - band * kBand);
         const int row_tile = band * kBand + inside % height;
-        const int begin = offsets[low], rows = offsets[low + 1] - begin;
-        return {low, static_cast<int64_t>(begin) + row_tile * kBlockM, min(kBlockM, rows - row_tile * kBlockM),
-                (inside / height) * kBlockN};
+        const int begin = offsets[low];
+        return {low, begin, offsets[low + 1] - begin, row_tile, row_tiles, (inside / height) * kBlockN};
     }
 };
 

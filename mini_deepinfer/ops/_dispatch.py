@@ -46,13 +46,15 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "elementwise.hc_collapse_norm": ("portable",),
     "elementwise.hc_collapse_norm_quant": ("portable",),
     "elementwise.hc_expand": ("portable",),
+    "elementwise.hc_expand_mix": ("portable",),
+    "elementwise.hc_expand_mix_norm_quant": ("portable",),
     "elementwise.engram_gate": ("portable",),
     #
     # -- attention
     "attention.write_window": ("portable",),
     "attention.compress": ("portable",),
     "attention.write_compressed": ("portable",),
-    "attention.sparse": ("portable",),
+    "attention.sparse": ("sm90", "portable"),
     #
     # -- indexer
     "indexer.write_keys": ("portable",),
@@ -66,7 +68,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     # -- moe
     "moe.route": ("portable",),
     "moe.permute": ("portable",),
-    "moe.grouped_gemm": ("portable",),
+    "moe.grouped_gemm": ("sm90", "portable"),
     "moe.swiglu_quant": ("portable",),
     "moe.combine": ("portable",),
 }

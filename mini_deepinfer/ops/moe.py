@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mini_deepinfer.ops._dispatch import call, select
+from mini_deepinfer.ops._dispatch import call, register_self_test, select
 from mini_deepinfer.ops.reference import moe as reference
+from mini_deepinfer.ops.reference import number_formats
 
 _PERMUTE_BLOCK_SLOTS = 2048  # kPermuteBlockSlots of csrc/moe/moe.h: slots of one block, sizes the workspace
+_FOLD_BINADES = 14  # spread of scales inside a row that E2M1 values keep exactly as E4M3
 _COMPUTE = (torch.bfloat16, torch.float32)
 
 
@@ -106,6 +108,43 @@ def permute(ids: Tensor, first_expert: int, num_local: int, *, impl: str | None 
     return row_of_slot, slot_of_row, offsets
 
 
+def weight_row_scale(weight_scale: Tensor, weight: Tensor | None = None) -> tuple[Tensor, bool]:
+    """The largest scale of every row of an MXFP4 weight, and whether the row can be FP8 with that one scale.
+
+    Shapes: E experts, O outputs, K columns.
+        weight_scale  [E, O, K/32]  uint8 E8M0
+        weight        [E, O, K/2]   uint8, optional: groups of zeros may then have any scale
+    Returns:
+        row_byte      [E, O]        uint8, the largest byte of each row
+        exact         bool          every E2M1 * 2^(byte - row_byte + 6) is an E4M3 number: at most 14 binades in a row
+    For the load: reads the whole tensor and synchronises. Rows with a NaN scale stay NaN and count as exact.
+    """
+    op = "moe.weight_row_scale"
+    _check_dims(op, "weight_scale", weight_scale, 3, "E, O, K/32")
+    e, o, groups = weight_scale.shape
+    _check(op, "weight_scale", weight_scale, (torch.uint8,), weight_scale.device, **{"E": e, "O": o, "K/32": groups})
+    if weight is not None:
+        _check(op, "weight", weight, (torch.uint8,), weight_scale.device, **{"E": e, "O": o, "K/2": groups * 16})
+    if weight_scale.numel() == 0:
+        return torch.zeros(e, o, dtype=torch.uint8, device=weight_scale.device), True
+    row_byte = weight_scale.amax(-1)
+    floor = row_byte.clamp(min=_FOLD_BINADES) - _FOLD_BINADES
+    floor = torch.where(row_byte == 255, torch.zeros_like(floor), floor)
+    low = weight_scale < floor.unsqueeze(-1)
+    if weight is not None and bool(low.any()):
+        low &= ((weight & 0x77) != 0).unflatten(-1, (groups, 16)).any(-1)
+    return row_byte, not bool(low.any())
+
+
+def _cached_row_scale(weight_scale: Tensor, weight: Tensor) -> tuple[Tensor, bool]:
+    """weight_row_scale, computed at the first use of a weight and kept with its scale tensor."""
+    kept = getattr(weight_scale, "_mdi_row_scale", None)
+    if kept is None or kept[0] != weight_scale._version:
+        kept = (weight_scale._version, weight_row_scale(weight_scale, weight))
+        weight_scale._mdi_row_scale = kept  # type: ignore[attr-defined]
+    return kept[1]
+
+
 def grouped_gemm(
     a: Tensor,
     a_scale: Tensor | None,
@@ -133,9 +172,12 @@ def grouped_gemm(
     Raises:
         TypeError, ValueError  wrong dtype; wrong shape or device
         RuntimeError           not contiguous or not 16-byte aligned on CUDA; GPU or build cannot run it
-    Deterministic; a row does not depend on its neighbours. Synchronises: no. Workspace: none. NaN: codes 0x7f and 0xff and
+    Deterministic; a row does not depend on its neighbours. Synchronises: no, except at the first use of a weight by sm90
+    (weight_row_scale, kept with the scale tensor). Workspace: sm90 the gathered rows, M * K bytes. NaN: codes 0x7f and 0xff and
     scale byte 255 make their outputs NaN; weights of experts without rows are never read.
-    Kernel: csrc/moe/grouped_gemm.cu. Reference: ops.reference.moe.grouped_gemm.
+    sm90 multiplies in FP8 with one scale per row on both sides (performance.md 5): activations below rowmax / 28,500 are
+    rounded, sums are promoted to fp32 every 128 columns. Weights whose scales spread too far for it take the portable kernel.
+    Kernels: csrc/moe/grouped_gemm_sm90.cu (with fold.cu), grouped_gemm.cu. Reference: ops.reference.moe.grouped_gemm.
     """
     op = "moe.grouped_gemm"
     _check_dims(op, "a", a, 2, "rows, K")
@@ -158,6 +200,7 @@ def grouped_gemm(
     if out is not None:
         _check(op, "out", out, _COMPUTE, a.device, M=m, O=o)
         out_dtype = out.dtype
+    forced = impl is not None
     if a_scale is None and impl is None:
         impl = "reference"  # no kernel multiplies unquantised activations
     impl = select(op, a, impl=impl, compute_dtype=out_dtype)
@@ -167,8 +210,19 @@ def grouped_gemm(
         raise RuntimeError(f"{op}: implementation {impl!r} needs a_scale (E4M3 activations); use impl='reference'")
     if out is None:
         out = torch.empty(m, o, dtype=out_dtype, device=a.device)
-    if m and e and o:
-        call(op, impl, a, a_scale, weight, weight_scale, offsets, a_rows, out)
+    if not (m and e and o):
+        return out
+    extra: tuple[Tensor, ...] = ()
+    if impl == "sm90":
+        row_byte, exact = _cached_row_scale(weight_scale, weight)
+        if exact:
+            folded = torch.empty(m, -(-k // 128) * 128, dtype=torch.uint8, device=a.device)
+            extra = (row_byte, folded, torch.empty(m, dtype=torch.float32, device=a.device))
+        elif forced:
+            raise RuntimeError(f"{op}: impl 'sm90' needs weight scales within {_FOLD_BINADES} binades in every row; use impl='portable'")
+        else:
+            impl = "portable"
+    call(op, impl, a, a_scale, weight, weight_scale, offsets, a_rows, out, *extra)
     return out
 
 
@@ -256,3 +310,47 @@ def combine(y: Tensor, row_of_slot: Tensor, shared: Tensor | None, out_dtype: to
     if t and n:
         call(op, impl, y, row_of_slot, shared, out)
     return out
+
+
+# -- self-tests --------------------------------------------------------------------------------------------------------
+
+
+def _self_test_inputs(device: torch.device) -> dict[str, Tensor]:
+    """A small layer: 40 tokens on 5 experts, one of them without rows, widths that are no multiple of a tile."""
+    g = torch.Generator().manual_seed(0)
+    tokens, n, f, experts, k = 40, 352, 96, 5, 2
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    x = normal(tokens, n).bfloat16()
+    codes, scale = number_formats.quant_fp8_ue8m0(x)
+    weight, weight_scale = number_formats.quant_mxfp4(normal(experts, 2 * f, n) * n**-0.5)
+    ids = torch.rand(tokens, experts - 1, generator=g).topk(k, dim=1).indices.sort(dim=1).values.int()
+    row_of_slot, slot_of_row, offsets = reference.permute(ids, 0, experts)
+    inputs = {"x": x, "gate": normal(16, n).bfloat16() * n**-0.5, "bias": normal(16) * 0.1, "ids": ids, "codes": codes}
+    inputs |= {"scale": scale, "weight": weight, "weight_scale": weight_scale, "offsets": offsets}
+    inputs |= {"a_rows": (slot_of_row // k).int(), "row_of_slot": row_of_slot, "gu": normal(80, 2 * f).bfloat16() * 3}
+    inputs |= {"row_weight": torch.rand(80, generator=g), "y": normal(80, n).bfloat16(), "shared": normal(tokens, n).bfloat16()}
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def _self_test_gemm(i: dict[str, Tensor], impl: str) -> Tensor:
+    return grouped_gemm(i["codes"], i["scale"], i["weight"], i["weight_scale"], i["offsets"], i["a_rows"], impl=impl)
+
+
+register_self_test("moe.grouped_gemm", _self_test_inputs, _self_test_gemm, bound=2.0**-7)
+register_self_test("moe.route", _self_test_inputs, lambda i, impl: route(i["x"], i["gate"], i["bias"], 3, 1.5, impl=impl), bound=1e-4)
+register_self_test("moe.permute", _self_test_inputs, lambda i, impl: permute(i["ids"], 1, 3, impl=impl), bound=0.0)
+register_self_test(
+    "moe.swiglu_quant",
+    _self_test_inputs,
+    lambda i, impl: swiglu_quant(i["gu"], i["row_weight"], 10.0, quantise=False, impl=impl),
+    bound=2.0**-8,
+)
+register_self_test(
+    "moe.combine",
+    _self_test_inputs,
+    lambda i, impl: combine(i["y"], i["row_of_slot"], i["shared"], torch.float32, impl=impl),
+    bound=0.0,
+)

@@ -331,7 +331,7 @@ def test_plan_for_the_released_model() -> None:
 
 
 def test_plan_shrinks_to_what_fits() -> None:
-    roomy, tight = released_plan(139), released_plan(92)
+    roomy, tight = released_plan(139), released_plan(94)
     assert roomy.max_model_len >= tight.max_model_len >= 256
     assert sum(tight.parts.values()) <= tight.free_bytes
     assert tight.num_pages * 256 >= tight.max_model_len
@@ -347,3 +347,12 @@ def test_plan_refuses_with_the_numbers() -> None:
 def test_explicit_pages_bound_the_automatic_length() -> None:
     plan = released_plan(139, num_pages=10)
     assert (plan.num_pages, plan.max_model_len) == (10, 2560)
+
+
+def test_the_package_offers_the_front_end() -> None:
+    import mini_deepinfer
+
+    assert mini_deepinfer.LLM is LLM
+    assert mini_deepinfer.SamplingParams is SamplingParams
+    with pytest.raises(AttributeError, match="no attribute 'Llm'"):
+        mini_deepinfer.Llm  # noqa: B018

@@ -71,6 +71,30 @@ def test_grouped_gemm_without_scales_is_the_reference(launches: list[str]) -> No
     assert launches == []
 
 
+def test_weight_row_scale() -> None:
+    scale = torch.tensor([[[120, 106, 118], [120, 105, 118], [255, 3, 9], [0, 0, 0]]], dtype=torch.uint8)
+    weight = torch.full((1, 4, 48), 0x21, dtype=torch.uint8)
+    row_byte, exact = moe.weight_row_scale(scale, weight)
+    assert row_byte.tolist() == [[120, 120, 255, 0]] and not exact
+    weight[0, 1, 16:32] = 0x80  # zeros of either sign may have any scale
+    assert moe.weight_row_scale(scale, weight)[1]
+    assert not moe.weight_row_scale(scale)[1]
+    with pytest.raises(ValueError, match="weight must be"):
+        moe.weight_row_scale(scale, weight[:, :, :32])
+
+
+def test_row_scale_is_kept_until_the_scales_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    real = moe.weight_row_scale
+    monkeypatch.setattr(moe, "weight_row_scale", lambda *args: calls.append(1) or real(*args))
+    scale, weight = torch.full((1, 2, 3), 120, dtype=torch.uint8), torch.zeros(1, 2, 48, dtype=torch.uint8)
+    for _ in range(3):
+        assert moe._cached_row_scale(scale, weight)[0].tolist() == [[120, 120]]
+    assert len(calls) == 1
+    scale[0, 0, 1] = 125
+    assert moe._cached_row_scale(scale, weight)[0].tolist() == [[125, 120]]
+
+
 ROUTE = {"x": torch.zeros(3, 64), "weight": torch.zeros(8, 64), "bias": torch.zeros(8), "k": 2, "scaling": 1.5}
 
 

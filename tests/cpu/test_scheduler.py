@@ -210,6 +210,26 @@ def test_pages_of_an_aborted_prompt_are_cached_only_as_far_as_computed() -> None
     assert again.generated == alone(tokens, 4)
 
 
+def test_two_hundred_aborts_leave_nothing_behind() -> None:
+    loop = Loop(budget=7, seqs=1, pages=16, prefix=True)
+    long, short = text(30, 1), text(9, 2)
+    wanted_long, wanted_short = alone(long, 2), alone(short, 2)
+    for _ in range(200):
+        assert loop.prefix is not None
+        loop.prefix.clear()
+        request = loop.add(long, 2)
+        loop.step()
+        loop.step()
+        assert loop.scheduler.abort(request)
+        assert (loop.allocator.num_free, loop.scheduler.num_free_slots) == (16, 1)
+        small = loop.add(short, 2)
+        loop.run()
+        again = loop.add(long, 2)
+        loop.run()
+        assert (small.generated, again.generated) == (wanted_short, wanted_long)
+        assert again.cached_tokens <= 14
+
+
 @pytest.mark.parametrize("shared", [4, 5, 6, 7, 8, 9, 16, 17, 33])
 @pytest.mark.parametrize("budget", [3, 64])
 def test_prefix_hit_equals_cold(shared: int, budget: int) -> None:

@@ -18,7 +18,7 @@ GEMM_IMPLS = _dispatch.IMPLEMENTATIONS["moe.grouped_gemm"]
 @pytest.fixture(params=GEMM_IMPLS)
 def impl(request: pytest.FixtureRequest, cuda: torch.device) -> str:
     """Every compiled implementation of grouped_gemm that this GPU and build can run."""
-    if reason := _dispatch._why_not("moe.grouped_gemm", request.param, cuda):
+    if reason := _dispatch.why_not("moe.grouped_gemm", request.param, cuda):
         pytest.skip(reason)
     return request.param
 
@@ -199,6 +199,37 @@ def test_grouped_gemm_model_shapes(cuda: torch.device, impl: str, kind: str) -> 
     a_rows = torch.randint(0, 200, (sum(counts),), generator=g).int()
     args = [t.to(cuda) for t in (a, a_scale, weight, weight_scale, offsets_of(counts), a_rows)]
     compare(moe.grouped_gemm(*args, impl=impl), moe.grouped_gemm(*args, impl="reference"), what=kind)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "heavy_tailed", "outliers"])
+def test_grouped_gemm_error_of_the_whole_product(cuda: torch.device, impl: str, kind: str) -> None:
+    """Frobenius error against the exact product: bf16 output rounding is 1.66e-3, the rest may add 5e-4 (squares add)."""
+    g = generator(17)
+    m, k, o = 384, 5120, 512
+    x = torch.randn(m, k, generator=g)
+    if kind == "heavy_tailed":
+        x *= torch.exp(torch.randn(k, generator=g) * 1.5)
+    elif kind == "outliers":
+        x[:, torch.randperm(k, generator=g)[:8]] *= 1000.0
+    a, a_scale = (t.to(cuda) for t in nf.quant_fp8_ue8m0(x.bfloat16()))
+    weight, weight_scale = (t.to(cuda) for t in fp4_weight(g, 1, o, k, scale=0.02))
+    exact = nf.dequant_fp8_ue8m0(a, a_scale).double() @ nf.dequant_mxfp4(weight[0], weight_scale[0]).double().T
+    out = moe.grouped_gemm(a, a_scale, weight, weight_scale, offsets_of([m]).to(cuda), impl=impl)
+    error = float((out.double() - exact).norm() / exact.norm())
+    assert error <= (1.67e-3**2 + 5e-4**2) ** 0.5, f"{kind}: relative error {error:.3g}"
+
+
+def test_grouped_gemm_wide_weight_scales_take_the_portable_kernel(cuda: torch.device) -> None:
+    g = generator(18)
+    a, a_scale = fp8_activation(g, 40, 128)
+    weight, weight_scale = fp4_weight(g, 1, 64, 128)
+    weight_scale[0, 5] = torch.tensor([127, 127, 105, 120])
+    args = [t.to(cuda) for t in (a, a_scale, weight, weight_scale, offsets_of([40]))]
+    assert not moe.weight_row_scale(args[3], args[2])[1]
+    assert_bitwise(moe.grouped_gemm(*args), moe.grouped_gemm(*args, impl="portable"))
+    if "sm90" in GEMM_IMPLS and _dispatch.why_not("moe.grouped_gemm", "sm90", cuda) is None:
+        with pytest.raises(RuntimeError, match="within 14 binades"):
+            moe.grouped_gemm(*args, impl="sm90")
 
 
 @pytest.mark.big

@@ -1,0 +1,679 @@
+// Sparse attention over packed KV rows on Hopper (wgmma). Same function as sparse.cu; model spec 4.5 and 4.6.
+//
+// Floor of T=4096, H=64, 640 slots (GPU clocks per step of 64 slots and SM): tensor cores 2 x 64 x 64 x 512 multiply-adds
+// = 2,048; shared memory at 128 B: Q 64 + K 64 KiB for S, V 64 + P 16 KiB for O, 64 KiB to write K = 272 KiB = 2,180; ALU
+// to expand 32,768 elements about 1,000 of each scheduler. Packed rows from L2: 18 (FP4) or 33 KiB (FP8), a third of bf16
+// keys. 10 steps a token, 31 tokens an SM: 0.39 ms at 1.755 GHz if the three overlap.
+//
+// One persistent block per SM walks over (token, 64 heads) items; three warpgroups:
+//   producer (warpgroup 2, 104 registers): fetches packed rows by index into registers, a step ahead, and expands them to
+//     bf16 in the free one of two K tiles; loads Q of the next item once the last S of this one is done.
+//   consumers (warpgroups 0 and 1, 200 registers): step b belongs to consumer b % 2, which makes S = Q K^T (m64n64k16) and
+//     the softmax, and hands P (bf16) and the running maximum to the other through shared memory. Both add P V to their half
+//     of O (64 heads x 256 dims, m64n256k16; own P from registers, the other's from shared memory). So one consumer's
+//     softmax runs under the other's products.
+// Barriers (mbarrier; a phase per use): full[2] K tile written; empty[2] both consumers are done with it; p_ready[2] P and
+// maximum of a step published (they are free again when full[] of the step after next completes, because that needs
+// empty[]); q_full, q_empty per item.
+//
+// Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, statistics and barriers 1.6 KiB = 209.6 KiB. Tiles are atoms of 64
+// columns (128 bytes a row) under the 128-byte swizzle: K-major for Q, K in S and P, MN-major for V = the same K tile.
+// Inside every 8 columns the order is 0 4 1 5 2 6 3 7 (what the nibbles of a word give without a permutation), in Q, K and O
+// alike; it is undone when O is stored. K tiles hold k * 2^-9, so that decoding FP4 is one multiplication (the factor stays
+// finite in bf16); the scale of S and the last factor of O take the 2^9 back, exactly.
+//
+// A lane that is negative, at or past compressed_len, or outside the pool is never read through: zero row, score -inf. A
+// token without a valid lane gives 0. Results depend on nothing but the token itself. Limits: D = 512, H <= 128.
+#include <cuda_bf16.h>
+
+#include "attention/attention.h"
+#include "common/launch.h"
+#include "common/number_formats.cuh"
+#include "common/ptx_sm90.cuh"
+#include "common/wgmma_sm90.cuh"
+
+namespace mdi::attention {
+namespace {
+
+using bf16 = __nv_bfloat16;
+
+constexpr int kHeads = 64;  // M of the products
+constexpr int kSlots = 64;  // slots of a step
+constexpr int kConsumers = 2;
+constexpr int kGroupThreads = 128;
+constexpr int kThreads = (kConsumers + 1) * kGroupThreads;
+constexpr int kConsumerRegisters = 200, kProducerRegisters = 104;
+constexpr int kAtomBytes = 64 * 128;                  // 64 rows of 64 bf16 columns
+constexpr int kAtoms = kHeadDim / 64;
+constexpr int kTileBytes = kAtoms * kAtomBytes;
+constexpr int kHalfDims = kHeadDim / kConsumers;      // dims of O a consumer owns
+constexpr int kWarpRows = kSlots / 4;                 // rows of a step a producer warp expands
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kMaxStart = -1e30f;                   // finite: a masked step must not make NaN
+constexpr float kKeyFactor = 512.f;                   // K tiles hold k / kKeyFactor
+constexpr uint32_t kConsumerBarrier = 1, kGroupBarrier = 2;  // named barriers; kGroupBarrier + consumer
+
+struct SharedStorage {
+    uint8_t q[kTileBytes];
+    uint8_t k[2][kTileBytes];
+    uint8_t p[kConsumers][kAtomBytes];
+    float row_max[kConsumers][kHeads];      // running maximum after the consumer's latest step
+    float row_sum[2][kConsumers][kHeads];   // by parity of the item
+    uint32_t valid[2][2];                   // bit s: slot s of the step may be seen
+    uint64_t full[2], empty[2], p_ready[kConsumers], q_full, q_empty;
+};
+static_assert(sizeof(SharedStorage) <= 227 * 1024);
+
+MDI_DEVICE float exp_of(float x) { return ptx::exp2_approx(x * kLog2e); }
+
+// Where row r, 16-byte chunk c of an atom lies (both tile and atom start at a multiple of 1024)
+MDI_DEVICE uint32_t atom_offset(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+
+MDI_DEVICE uint32_t address_of(const void* shared) { return ptx::smem_address(shared); }
+
+// Descriptors here differ only in their low word, address and all, so that a step is one 32-bit addition in a uniform
+// register. The address goes through an opaque move: otherwise the compiler keeps all 40 of them in registers or spills.
+struct Descriptor {
+    uint32_t low, high;
+
+    MDI_DEVICE Descriptor(const void* tile, uint32_t leading_bytes) {
+        uint32_t address = address_of(tile);
+        opaque(address);
+        const uint64_t whole = smem_descriptor(address, Swizzle::k128B, leading_bytes, 1024);
+        low = static_cast<uint32_t>(whole);
+        high = static_cast<uint32_t>(smem_descriptor(0, Swizzle::k128B, 0, 1024) >> 32);
+    }
+    MDI_DEVICE static void opaque(uint32_t& x) {
+#if defined(__CUDA_ARCH__)
+        asm volatile("mov.b32 %0, %0;" : "+r"(x));
+#endif
+    }
+    MDI_DEVICE uint64_t at(uint32_t bytes) const { return static_cast<uint64_t>(high) << 32 | (low + (bytes >> 4)); }
+};
+
+// ---- items ---------------------------------------------------------------------------------------------------------
+
+MDI_DEVICE int heads_per_token_blocks(const SparseParams& params) { return (params.num_heads + kHeads - 1) / kHeads; }
+MDI_DEVICE int num_items(const SparseParams& params) { return params.num_tokens * heads_per_token_blocks(params); }
+
+// Lanes of a token that count, and the steps they take.
+struct Lanes {
+    int token_idx, num_compressed, num_steps;
+
+    MDI_DEVICE Lanes(const SparseParams& params, int item) : Lanes(params, item, length(params, item)) {}
+    // `length` of the same item, loaded earlier
+    MDI_DEVICE Lanes(const SparseParams& params, int item, int length) {
+        token_idx = item / heads_per_token_blocks(params);
+        num_compressed = min_of(params.num_picks, max_of(length, 0));
+        num_steps = (params.num_window + num_compressed + kSlots - 1) / kSlots;
+    }
+    MDI_DEVICE static int length(const SparseParams& params, int item) {
+        if (params.compressed_len == nullptr || item >= num_items(params)) return params.num_picks;
+        return __ldg(params.compressed_len + item / heads_per_token_blocks(params));
+    }
+};
+
+// ---- producer ------------------------------------------------------------------------------------------------------
+
+// Walks over the steps of this block's items, in order.
+struct Cursor {
+    int item, step;
+    Lanes lanes;
+
+    MDI_DEVICE Cursor(const SparseParams& params, int first_item) : item(first_item), step(0), lanes(params, first_item) {
+        skip_empty(params);
+    }
+    MDI_DEVICE bool done(const SparseParams& params) const { return item >= num_items(params); }
+    MDI_DEVICE void skip_empty(const SparseParams& params) {
+        while (step >= lanes.num_steps) {
+            item += gridDim.x;
+            if (done(params)) return;
+            lanes = Lanes(params, item);
+            step = 0;
+        }
+    }
+    MDI_DEVICE void advance(const SparseParams& params) {
+        ++step;
+        skip_empty(params);
+    }
+};
+
+// The row of a step that one producer lane serves, with the lane beside it: lanes 2r and 2r + 1 of a warp have the left and
+// the right 32 columns of every atom of row r of the warp's 16.
+struct LaneRow {
+    const uint8_t* from;  // the packed row, nullptr = skipped
+    bool window;          // a window row; false when skipped
+    uint32_t valid;       // bit per row of the warp
+
+    // Starts the index load; the rest follows in `settle`, after other work.
+    MDI_DEVICE static int load(const SparseParams& params, const Cursor& at, int slot) {
+        if (at.done(params)) return -1;
+        if (slot < params.num_window) return params.window_idx[static_cast<int64_t>(at.lanes.token_idx) * params.num_window + slot];
+        const int pick = slot - params.num_window;
+        if (pick >= at.lanes.num_compressed) return -1;
+        return params.compressed_idx[static_cast<int64_t>(at.lanes.token_idx) * params.num_picks + pick];
+    }
+    MDI_DEVICE void settle(const SparseParams& params, int idx, int slot) {
+        const bool in_window = slot < params.num_window;
+        const int limit = in_window ? params.num_window_rows : params.num_compressed_rows;
+        const bool ok = static_cast<uint32_t>(idx) < static_cast<uint32_t>(limit);
+        const uint8_t* pool = in_window ? params.window : params.compressed;
+        from = ok ? pool + static_cast<int64_t>(idx) * (in_window ? kWindowRowBytes : kCompressedRowBytes) : nullptr;
+        window = ok && in_window;
+        uint32_t bits = __ballot_sync(~0u, ok) & 0x55555555u;  // both lanes of a row agree: keep the even bits
+        bits = (bits | bits >> 1) & 0x33333333u;
+        bits = (bits | bits >> 2) & 0x0f0f0f0fu;
+        bits = (bits | bits >> 4) & 0x00ff00ffu;
+        valid = (bits | bits >> 8) & 0xffffu;
+    }
+};
+
+// A lane's bytes of its row, fetched one step ahead. Compressed row: 16 bytes (32 codes) of each atom, and all 32 scales.
+// Window row: 32 bytes of each of four atoms, the other four follow when these are used; and all 16 scales.
+struct Packed {
+    uint32_t codes[32], scales[8];
+
+    MDI_DEVICE void load16(uint32_t* to, const uint8_t* from) {
+        const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
+        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+    }
+    MDI_DEVICE void load_window_atom(const uint8_t* row, int atom, int half) {
+        load16(codes + atom % 4 * 8, row + atom * 64 + half * 32);
+        load16(codes + atom % 4 * 8 + 4, row + atom * 64 + half * 32 + 16);
+    }
+    MDI_DEVICE void start(const LaneRow& row, int half) {
+        if (row.window) {
+#pragma unroll
+            for (int atom = 0; atom < kAtoms / 2; ++atom) load_window_atom(row.from, atom, half);
+            load16(scales, row.from + kHeadDim);
+        } else if (row.from != nullptr) {
+#pragma unroll
+            for (int atom = 0; atom < kAtoms; ++atom) load16(codes + atom * 4, row.from + atom * 32 + half * 16);
+            load16(scales, row.from + kHeadDim / 2);
+            load16(scales + 4, row.from + kHeadDim / 2 + 16);
+        } else {  // reads nothing: scale 0 makes any left-over FP4 code 0
+#pragma unroll
+            for (int i = 0; i < 8; ++i) scales[i] = 0;
+        }
+    }
+};
+
+// Eight E2M1 codes times scale * 2^117, in the order 0 4 1 5 2 6 3 7. Bits s|eem of a nibble become the sign, the low
+// exponent bits and the top mantissa bit of a bf16 worth value * 2^-126 (subnormal codes included).
+MDI_DEVICE uint4 expand_fp4(uint32_t codes, uint32_t factor) {
+    constexpr uint32_t kMagnitude = 0x01c001c0u, kSign = 0x80008000u;
+    return make_uint4(bf16x2_product((codes << 6 & kMagnitude) | (codes << 12 & kSign), factor),
+                      bf16x2_product((codes << 2 & kMagnitude) | (codes << 8 & kSign), factor),
+                      bf16x2_product((codes >> 2 & kMagnitude) | (codes << 4 & kSign), factor),
+                      bf16x2_product((codes >> 6 & kMagnitude) | (codes & kSign), factor));
+}
+
+// The factors of expand_fp4 for two E4M3 scales (low byte, high byte): each times 2^117 = 2^126 / kKeyFactor, as a bf16 pair.
+// NaN stays NaN.
+MDI_DEVICE void fp4_factors(uint32_t scales, uint32_t (&factor)[2]) {
+    float value[2];
+#if defined(__CUDA_ARCH__)
+    // PTX: cvt.rn.f16x2.e4m3x2
+    asm("{\n.reg .b32 halves;\n.reg .b16 low, high;\ncvt.rn.f16x2.e4m3x2 halves, %2;\n"
+        "mov.b32 {low, high}, halves;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
+        : "=f"(value[0]), "=f"(value[1])
+        : "h"(static_cast<uint16_t>(scales)));
+#else
+    value[0] = e4m3_decode(static_cast<uint8_t>(scales));
+    value[1] = e4m3_decode(static_cast<uint8_t>(scales >> 8));
+#endif
+#pragma unroll
+    for (int i = 0; i < 2; ++i) factor[i] = ptx::pack_bf16x2(value[i] * 0x1p117f, value[i] * 0x1p117f);
+}
+
+// Eight E4M3 codes times 2^120 (exact values) times the scale, in the order 0 4 1 5 2 6 3 7. A NaN code makes the chunk NaN:
+// the row's score is NaN either way.
+MDI_DEVICE uint4 expand_fp8(uint32_t low, uint32_t high, uint32_t factor) {
+    const auto pair = [=](uint32_t select) {
+        const uint32_t t = __byte_perm(low, high, select);  // a code in the upper byte of each half
+        return bf16x2_product(bf16x2_product((t >> 4 & 0x07f007f0u) | (t & 0x80008000u), 0x7b807b80u), factor);
+    };
+    uint4 out = make_uint4(pair(0x4400), pair(0x5511), pair(0x6622), pair(0x7733));
+    const uint32_t nan = (((low & 0x7f7f7f7fu) + 0x01010101u) | ((high & 0x7f7f7f7fu) + 0x01010101u)) & 0x80808080u;
+    if (nan != 0) out = make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);
+    return out;
+}
+
+// The factor of expand_fp8: 2^(byte - 127) / kKeyFactor as a bf16 pair; 255 is NaN.
+MDI_DEVICE uint32_t fp8_factor(uint32_t byte) {
+    uint32_t bits = (byte - 9) << 7;
+    if (byte < 10) bits = 0x80u >> (10 - byte);  // bf16 subnormals
+    if (byte == 255) bits = 0x7fc0u;
+    return bits * 0x10001u;
+}
+
+// Where a lane's four chunks of atom 0 lie in a K tile. Eight neighbouring lanes (four rows, two chunks each) hit eight
+// different bank groups.
+struct TileWriter {
+    uint8_t* chunk[4];
+
+    MDI_DEVICE TileWriter(uint8_t* tile, int row, int half) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) chunk[i] = tile + atom_offset(row, half * 4 + i);
+    }
+    MDI_DEVICE void store(int atom, int i, const uint4& v) const { *reinterpret_cast<uint4*>(chunk[i] + atom * kAtomBytes) = v; }
+};
+
+MDI_DEVICE void write_compressed_row(const TileWriter& to, const Packed& from, int half) {
+#pragma unroll
+    for (int atom = 0; atom < kAtoms; ++atom) {
+        uint32_t factor[2];
+        fp4_factors(from.scales[atom] >> (16 * half), factor);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to.store(atom, i, expand_fp4(from.codes[atom * 4 + i], factor[i / 2]));
+    }
+}
+
+MDI_DEVICE void write_window_row(const TileWriter& to, Packed& from, const uint8_t* row, int half) {
+#pragma unroll
+    for (int atom = 0; atom < kAtoms; ++atom) {
+        const uint32_t factor = fp8_factor(from.scales[atom / 2] >> (16 * (atom % 2) + 8 * half) & 0xffu);
+        const uint32_t* codes = from.codes + atom % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to.store(atom, i, expand_fp8(codes[2 * i], codes[2 * i + 1], factor));
+        if (atom < kAtoms / 2) from.load_window_atom(row, atom + kAtoms / 2, half);
+    }
+}
+
+MDI_DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+
+struct Producer {
+    const SparseParams& params;
+    SharedStorage& shared;
+    int thread, warp, lane;
+
+    MDI_DEVICE Producer(const SparseParams& p, SharedStorage& s)
+        : params(p), shared(s), thread(threadIdx.x % kGroupThreads), warp(thread / 32), lane(thread % 32) {}
+
+    MDI_DEVICE const bf16* query(int item, int& num_heads) const {
+        const int blocks = heads_per_token_blocks(params), first_head = item % blocks * kHeads;
+        num_heads = min_of(kHeads, params.num_heads - first_head);
+        return params.q + item / blocks * params.q_stride_token + static_cast<int64_t>(first_head) * kHeadDim;
+    }
+
+    // Q of an item: copied as it is, then permuted in place by the thread that copied it.
+    MDI_DEVICE void load_query(int item, int item_count) {
+        int num_heads;
+        const bf16* from = query(item, num_heads);
+        ptx::mbarrier_wait(address_of(&shared.q_empty), (item_count & 1) ^ 1);
+        const int chunk = thread % 64;
+        uint8_t* to = shared.q + chunk / 8 * kAtomBytes;
+        for (int head = thread / 64; head < kHeads; head += 2) {
+            if (head < num_heads) {
+                ptx::cp_async_16(address_of(to + atom_offset(head, chunk % 8)), from + head * kHeadDim + chunk * 8);
+            }
+        }
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        for (int head = thread / 64; head < kHeads; head += 2) {
+            uint4* at = reinterpret_cast<uint4*>(to + atom_offset(head, chunk % 8));
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (head < num_heads) v = *at;
+            *at = make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+                             __byte_perm(v.y, v.w, 0x7632));
+        }
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(address_of(&shared.q_full));
+        const int next = item + gridDim.x;
+        if (next < num_items(params)) {
+            const uint8_t* line = reinterpret_cast<const uint8_t*>(query(next, num_heads));
+            for (int i = thread; i < num_heads * kHeadDim * 2 / 128; i += kGroupThreads) prefetch_l2(line + i * 128);
+        }
+    }
+
+    MDI_DEVICE void run() {
+        Cursor at(params, blockIdx.x);
+        if (at.done(params)) return;
+        const int tile_row = warp * kWarpRows + lane / 2, half = lane % 2;
+        // Three steps are under way: one in registers, the row numbers of the next known, those of the one after that on their
+        // way.
+        LaneRow row, next_row;
+        row.settle(params, LaneRow::load(params, at, at.step * kSlots + tile_row), at.step * kSlots + tile_row);
+        Cursor ahead = at;
+        ahead.advance(params);
+        next_row.settle(params, LaneRow::load(params, ahead, ahead.step * kSlots + tile_row), ahead.step * kSlots + tile_row);
+        Packed packed = {};
+        packed.start(row, half);
+
+        int item_count = 0;
+        for (int b = 0; !at.done(params); ++b) {
+            const int item = at.item, step = at.step, buffer = b & 1;
+            at = ahead;
+            ahead.advance(params);
+            const int slot_ahead = ahead.step * kSlots + tile_row;
+            const int idx_ahead = LaneRow::load(params, ahead, slot_ahead);
+
+            ptx::mbarrier_wait(address_of(&shared.empty[buffer]), (b >> 1 & 1) ^ 1);
+            const TileWriter to(shared.k[buffer], tile_row, half);
+            if (row.window) {
+                write_window_row(to, packed, row.from, half);
+            } else {
+                write_compressed_row(to, packed, half);
+            }
+            __syncwarp();
+            if (lane == 0) reinterpret_cast<uint16_t*>(shared.valid[buffer])[warp] = static_cast<uint16_t>(row.valid);
+            ptx::fence_proxy_async();  // wgmma reads what the stores above wrote
+            __syncwarp();
+            if (lane == 0) ptx::mbarrier_arrive(address_of(&shared.full[buffer]));
+            // The next step's bytes are fetched only now: the fence would wait for them.
+            row = next_row;
+            packed.start(row, half);
+            next_row.settle(params, idx_ahead, slot_ahead);
+            if (step == 0) load_query(item, item_count++);
+        }
+    }
+};
+
+// ---- consumers -----------------------------------------------------------------------------------------------------
+
+struct Consumer {
+    const SparseParams& params;
+    SharedStorage& shared;
+    const int group, other;          // this consumer, 0 or 1, and the other one
+    int warp, lane, row;             // row: the thread's first head in the tile, the second is row + 8
+    float o[kHalfDims / 2];          // 64 heads x 256 dims over the warpgroup
+    float m[2], sum[2];              // running maximum, and the sum over this consumer's own steps
+
+    MDI_DEVICE Consumer(const SparseParams& p, SharedStorage& s, int consumer) : params(p), shared(s), group(consumer), other(consumer ^ 1) {
+        warp = threadIdx.x / 32 % 4;
+        lane = threadIdx.x % 32;
+        row = 16 * warp + lane / 4;
+    }
+
+    MDI_DEVICE void arrive(const uint64_t& barrier) const {
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(address_of(&barrier));
+    }
+
+    // Takes over a new running maximum: rescales what was summed under the old one.
+    MDI_DEVICE void rescale(const float (&new_max)[2]) {
+        const float alpha[2] = {exp_of(m[0] - new_max[0]), exp_of(m[1] - new_max[1])};
+        m[0] = new_max[0];
+        m[1] = new_max[1];
+        sum[0] *= alpha[0];
+        sum[1] *= alpha[1];
+        if (__any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f)) {
+#pragma unroll
+            for (int i = 0; i < kHalfDims / 2; ++i) o[i] *= alpha[i / 2 % 2];
+        }
+    }
+
+    // V = the K tile's atoms of this consumer's dims, MN-major: atoms along N, rows along K
+    MDI_DEVICE Descriptor values(int buffer) const { return {shared.k[buffer] + group * (kAtoms / 2) * kAtomBytes, kAtomBytes}; }
+
+    // The other consumer's step b: waits for its P, adjusts to its maximum and starts O += P V.
+    MDI_DEVICE void start_other(int b) {
+        const int parity = b >> 1 & 1;
+        ptx::mbarrier_wait(address_of(&shared.p_ready[other]), parity);
+        const float new_max[2] = {shared.row_max[other][row], shared.row_max[other][row + 8]};
+        rescale(new_max);
+        ptx::mbarrier_wait(address_of(&shared.full[other]), parity);  // complete already; orders this thread after the producer
+        const Descriptor p(shared.p[other], 16), v = values(other);
+        fence_registers(o);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kSlots / 16; ++k) {
+            wgmma_bf16_ss<kHalfDims, 0, 1>(o, p.at(k * 32), v.at(k * 2048), true);
+        }
+        wgmma_commit();
+    }
+
+    // S = Q K^T of this consumer's own step b
+    MDI_DEVICE void start_scores(float (&s)[kSlots / 2], int b) const {
+        ptx::mbarrier_wait(address_of(&shared.full[group]), b >> 1 & 1);
+        const Descriptor q(shared.q, 16), k(shared.k[group], 16);
+        fence_registers(s);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 16; ++i) {
+            const uint32_t offset = i / 4 * kAtomBytes + i % 4 * 32;
+            wgmma_bf16_ss<kSlots>(s, q.at(offset), k.at(offset), i > 0);
+        }
+        wgmma_commit();
+    }
+
+    // Scales and masks the scores, and returns the new running maximum (equal in the four lanes of a row).
+    MDI_DEVICE void mask_and_max(float (&s)[kSlots / 2], float (&new_max)[2]) const {
+        const float scale = params.softmax_scale * kKeyFactor;
+        new_max[0] = m[0];
+        new_max[1] = m[1];
+        const uint32_t valid[2] = {shared.valid[group][0], shared.valid[group][1]};
+        if ((valid[0] & valid[1]) != ~0u) {
+            const int shift = 2 * (lane % 4);
+#pragma unroll
+            for (int i = 0; i < kSlots / 2; ++i) {
+                const int tile = i / 4;  // slots 8 * tile + 2 * (lane % 4) + i % 2
+                if ((valid[tile / 4] >> shift >> (8 * (tile % 4) + i % 2) & 1) == 0) s[i] = -INFINITY;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kSlots / 2; ++i) {
+            s[i] *= scale;
+            new_max[i / 2 % 2] = fmaxf(new_max[i / 2 % 2], s[i]);
+        }
+#pragma unroll
+        for (int f = 0; f < 2; ++f) {
+            new_max[f] = fmaxf(new_max[f], __shfl_xor_sync(~0u, new_max[f], 1));
+            new_max[f] = fmaxf(new_max[f], __shfl_xor_sync(~0u, new_max[f], 2));
+        }
+    }
+
+    // p = exp(s - max): the sum takes it unrounded, the products rounded. Publishes P and the maximum to the other consumer.
+    MDI_DEVICE void probabilities(const float (&s)[kSlots / 2], const float (&new_max)[2], float (&part)[2],
+                                  uint32_t (&p)[kSlots / 4]) {
+        part[0] = part[1] = 0.f;
+        uint8_t* to = shared.p[group] + 4 * (lane % 4);
+#pragma unroll
+        for (int i = 0; i < kSlots / 4; ++i) {
+            const float p0 = exp_of(s[2 * i] - new_max[i % 2]), p1 = exp_of(s[2 * i + 1] - new_max[i % 2]);
+            part[i % 2] += p0 + p1;
+            p[i] = ptx::pack_bf16x2(p0, p1);
+            *reinterpret_cast<uint32_t*>(to + atom_offset(row + 8 * (i % 2), i / 2)) = p[i];
+        }
+        if (lane % 4 == 0) {
+            shared.row_max[group][row] = new_max[0];
+            shared.row_max[group][row + 8] = new_max[1];
+        }
+        ptx::fence_proxy_async();  // the other consumer's wgmma reads P
+        arrive(shared.p_ready[group]);
+    }
+
+    // O += P V of the own step, P from registers
+    MDI_DEVICE void own_values(uint32_t (&p)[kSlots / 4]) {
+        const Descriptor v = values(group);
+        fence_registers(o);
+        fence_registers(p);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kSlots / 16; ++k) {
+            const uint32_t a[4] = {p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]};
+            wgmma_bf16_rs<kHalfDims, 1>(o, a, v.at(k * 2048), true);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        fence_registers(o);
+    }
+
+    MDI_DEVICE void finish_other() {
+        wgmma_wait<0>();
+        fence_registers(o);
+        arrive(shared.empty[other]);
+    }
+
+    // When a consumer adds the values of the other's step b - 1: not at all (b is the first of the item), before its own
+    // scores, or after them. A template argument, because ptxas serialises wgmma groups that are open across a branch.
+    enum class Other { kNone, kBefore, kAfter };
+
+    // The consumer's own step b.
+    template <Other kWhen>
+    MDI_DEVICE void own_step(int b, bool is_last) {
+        float s[kSlots / 2], new_max[2], part[2];
+        uint32_t p[kSlots / 4];
+        if constexpr (kWhen == Other::kBefore) {
+            start_other(b - 1);
+            start_scores(s, b);
+            wgmma_wait<1>();
+            arrive(shared.empty[other]);
+            wgmma_wait<0>();
+        } else if constexpr (kWhen == Other::kAfter) {
+            start_scores(s, b);
+            start_other(b - 1);
+            wgmma_wait<1>();
+        } else {
+            start_scores(s, b);
+            wgmma_wait<0>();
+        }
+        fence_registers(s);
+        if (is_last) arrive(shared.q_empty);
+        mask_and_max(s, new_max);
+        probabilities(s, new_max, part, p);
+        if constexpr (kWhen == Other::kAfter) {
+            wgmma_wait<0>();
+            arrive(shared.empty[other]);
+        }
+        fence_registers(o);
+        rescale(new_max);
+        sum[0] += part[0];
+        sum[1] += part[1];
+        own_values(p);
+        arrive(shared.empty[group]);
+    }
+
+    // Steps first..last of one item; step b is in K tile b % 2, which is also the consumer it belongs to.
+    MDI_DEVICE void attend(int first, int last) {
+#pragma unroll
+        for (int i = 0; i < kHalfDims / 2; ++i) o[i] = 0.f;
+        m[0] = m[1] = kMaxStart;
+        sum[0] = sum[1] = 0.f;
+        int b = first + ((first ^ group) & 1);
+        if (b > last) arrive(shared.q_empty);  // no step of its own
+        if (b == first) {
+            own_step<Other::kNone>(b, b + 2 > last);
+            b += 2;
+        }
+        if (group == 0) {
+            for (; b <= last; b += 2) own_step<Other::kBefore>(b, b + 2 > last);
+        } else {
+            for (; b <= last; b += 2) own_step<Other::kAfter>(b, b + 2 > last);
+        }
+        if (((last ^ group) & 1) != 0) {
+            start_other(last);
+            finish_other();
+        }
+    }
+
+    // o / (l + exp(sink - m)), rounded, through the consumer's P buffer to 16-byte stores.
+    MDI_DEVICE void store(int item, int item_count) {
+        const int blocks = heads_per_token_blocks(params), first_head = item % blocks * kHeads;
+        const int num_heads = min_of(kHeads, params.num_heads - first_head);
+        float(&sums)[kConsumers][kHeads] = shared.row_sum[item_count & 1];
+        float factor[2], sink[2];
+#pragma unroll
+        for (int f = 0; f < 2; ++f) {
+            sink[f] = row + 8 * f < num_heads ? __ldg(params.sink + first_head + row + 8 * f) : 0.f;
+            sum[f] += __shfl_xor_sync(~0u, sum[f], 1);
+            sum[f] += __shfl_xor_sync(~0u, sum[f], 2);
+            if (lane % 4 == 0) sums[group][row + 8 * f] = sum[f];
+        }
+        ptx::named_barrier_sync(kConsumerBarrier, kConsumers * kGroupThreads);  // sums are there; all reads of P are over
+#pragma unroll
+        for (int f = 0; f < 2; ++f) {
+            const int head = row + 8 * f;
+            const float valid_sum = sums[0][head] + sums[1][head];
+            const float exponent = sink[f] - m[f];
+            const float total = valid_sum + expf(exponent > 88.f ? 88.f : exponent);  // finite; a NaN sink stays NaN
+            factor[f] = valid_sum == 0.f ? 0.f : kKeyFactor / total;          // 0: no valid lane (the largest p is 1)
+        }
+        const int blocks_rows = threadIdx.x % kGroupThreads / 8, chunk = threadIdx.x % 8;
+        bf16* out = params.out + (static_cast<int64_t>(item / blocks) * params.num_heads + first_head) * kHeadDim +
+                    group * kHalfDims + chunk * 8;
+        uint8_t* stage = shared.p[group];
+#pragma unroll
+        for (int part = 0; part < kHalfDims / 64; ++part) {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {  // tile of 8 columns i / 2, row half i % 2
+                const float* value = o + part * 32 + 2 * i;
+                const uint32_t pair = ptx::pack_bf16x2(value[0] * factor[i % 2], value[1] * factor[i % 2]);
+                *reinterpret_cast<uint32_t*>(stage + atom_offset(row + 8 * (i % 2), i / 2) + 4 * (lane % 4)) = pair;
+            }
+            ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
+            for (int head = blocks_rows; head < num_heads; head += kGroupThreads / 8) {
+                const uint4 v = *reinterpret_cast<const uint4*>(stage + atom_offset(head, chunk));  // 0 4 1 5 2 6 3 7
+                *reinterpret_cast<uint4*>(out + head * kHeadDim + part * 64) =
+                    make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+                               __byte_perm(v.z, v.w, 0x7632));
+            }
+            ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
+        }
+    }
+
+    MDI_DEVICE void store_zeros(int item) const {
+        const int blocks = heads_per_token_blocks(params), first_head = item % blocks * kHeads;
+        const int num_heads = min_of(kHeads, params.num_heads - first_head);
+        bf16* out = params.out + (static_cast<int64_t>(item / blocks) * params.num_heads + first_head) * kHeadDim;
+        for (int i = threadIdx.x; i < num_heads * kHeadDim / 8; i += kConsumers * kGroupThreads) {
+            reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
+        }
+    }
+
+    MDI_DEVICE void run() {
+        int b = 0, item_count = 0;  // steps and non-empty items so far, as the producer counts them
+        int length = Lanes::length(params, blockIdx.x);
+        for (int item = blockIdx.x; item < num_items(params); item += gridDim.x) {
+            const Lanes lanes(params, item, length);
+            length = Lanes::length(params, item + gridDim.x);  // arrives under this item's work
+            if (lanes.num_steps == 0) {
+                store_zeros(item);
+                continue;
+            }
+            ptx::mbarrier_wait(address_of(&shared.q_full), item_count & 1);
+            attend(b, b + lanes.num_steps - 1);
+            store(item, item_count);
+            b += lanes.num_steps;
+            ++item_count;
+        }
+    }
+};
+
+__global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_constant__ SparseParams params) {
+    extern __shared__ __align__(1024) uint8_t shared_bytes[];
+    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; ++i) {
+            ptx::mbarrier_init(address_of(&shared.full[i]), 4);            // a lane of each producer warp
+            ptx::mbarrier_init(address_of(&shared.empty[i]), 8);           // a lane of each consumer warp
+            ptx::mbarrier_init(address_of(&shared.p_ready[i]), 4);         // a lane of each warp of consumer i
+        }
+        ptx::mbarrier_init(address_of(&shared.q_full), 4);
+        ptx::mbarrier_init(address_of(&shared.q_empty), 8);
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    const int role = threadIdx.x / kGroupThreads;
+    if (role == kConsumers) {
+        ptx::setmaxnreg_dec<kProducerRegisters>();
+        Producer(params, shared).run();
+    } else {
+        ptx::setmaxnreg_inc<kConsumerRegisters>();
+        Consumer(params, shared, role).run();
+    }
+}
+
+}  // namespace
+
+void launch_sparse_sm90(const SparseParams& params) {
+    int device = 0, num_sms = 0;
+    check_cuda("attention.sparse", cudaGetDevice(&device));
+    check_cuda("attention.sparse", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+    const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
+    const dim3 grid(min_of(items, num_sms));
+    launch("attention.sparse", sparse_sm90_kernel, {grid, dim3(kThreads), sizeof(SharedStorage), params.stream}, params);
+}
+
+}  // namespace mdi::attention
