@@ -277,6 +277,11 @@ def test_zero_weights_and_queries_give_positive_zero(cuda: torch.device, logits_
 def test_candidate_logits(cuda: torch.device, candidate_impl: str, heads: int, dim: int, block_size: int) -> None:
     visible = [1000, 999, 5, 0, 700, 8, 64]
     s = scene([0, 0, 1, 1, 2, 2, 2], visible, heads=heads, dim=dim, entries_per_page=64)
+    held = s.keys[:, dim // 2] != 0xFF
+    held[torch.arange(len(held)) % 3 > 0] = False
+    s.keys[held, dim // 2 :] += 30  # scale bytes too large, and too small, for the short expansion of the keys
+    held = held.roll(1) & (s.keys[:, dim // 2] != 0xFF)
+    s.keys[held, dim // 2 :] -= 117
     candidates = torch.full((7, 60), -1, dtype=torch.int32)
     g = generator(3)
     for t, v in enumerate(visible):
