@@ -336,14 +336,20 @@ __device__ float sampled_threshold(const Source& source, int k, Shared& shared) 
         }
         return score_of(prefix);
     }
-    int num_above;
-    const uint32_t key = select_key<Source::kKeyBytes>(
-        [&](auto&& add) {
+    for (int i = threadIdx.x; i < 16; i += kThreads) shared.histogram[i] = 0;
+    __syncthreads();
+    uint32_t prefix = 0;
+    for (int bit = 31; bit >= 16; --bit) {  // the same over all samples
+        const uint32_t higher = prefix | 1u << bit;
+        int count = 0;
 #pragma unroll
-            for (int i = 0; i < kPerThread * kVector; ++i) add(keys[i]);
-        },
-        rank, shared, num_above);
-    return score_of(key);
+        for (int i = 0; i < kPerThread * kVector; ++i) count += keys[i] >= higher;
+        count = __reduce_add_sync(0xffffffffu, count);
+        if (threadIdx.x % 32 == 0) atomicAdd(&shared.histogram[31 - bit], count);
+        __syncthreads();
+        if (shared.histogram[31 - bit] >= rank) prefix = higher;
+    }
+    return score_of(prefix);
 }
 
 // Fast path. Returns how many ids were put, or -1 when the collected set does not decide the row (nothing was put).
@@ -466,7 +472,7 @@ __global__ void __launch_bounds__(kThreads, 3) topk_kernel(TopkParams p, bool ma
 }
 
 template <class Score>
-__global__ void __launch_bounds__(kThreads, 1) candidate_blocks_kernel(TopkParams p, bool mapped) {
+__global__ void __launch_bounds__(kThreads, sizeof(Score) == 2 ? 2 : 1) candidate_blocks_kernel(TopkParams p, bool mapped) {
     extern __shared__ __align__(16) uint8_t dynamic[];
     const int64_t token = blockIdx.x;
     BlockSource<Score> source;
