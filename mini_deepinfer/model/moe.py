@@ -73,7 +73,7 @@ class MoE:
         with stage("moe.experts"):
             y = self._experts(codes, scale, *rows)
         with stage("moe.combine"):
-            return self._combine_ranks(y, row_of_slot, rows[0], shared, step.counts, x.dtype)
+            return self._combine_ranks(y, row_of_slot, rows[0], shared, step, x.dtype)
 
     def _shared(self, act: Activation) -> torch.Tensor:
         gate_up = fp8_linear(act, self.shared_w13)
@@ -98,18 +98,18 @@ class MoE:
         h_codes, h_scale = h if isinstance(h, tuple) else (h, None)
         return moe.grouped_gemm(h_codes, h_scale, self.w2, self.w2_scale, offsets, None, out_dtype=dtype)
 
-    def _combine_ranks(self, y, row_of_slot, slot_of_row, shared, counts, dtype) -> torch.Tensor:
+    def _combine_ranks(self, y, row_of_slot, slot_of_row, shared, step, dtype) -> torch.Tensor:
         """Bring every token's expert outputs home.
 
         On the CPU each routed slot travels by itself: exactly one rank adds a value to it, so the sum over ranks is exact and the
         result has the bits of a single process. On GPUs each rank sends the sum of its own slots in the compute dtype, and the sum
         over ranks depends on the partition (model spec 6.2).
         """
-        tokens, k = row_of_slot.shape
+        (tokens, k), counts = row_of_slot.shape, step.counts
         if y.device.type != "cpu":
             partial = moe.combine(y, row_of_slot, None, dtype)
             routed = self.parallel.reduce_scatter(partial, counts)
-            return (routed.to(torch.float32) + shared.to(torch.float32)).to(dtype)
+            return moe.combine(routed, step.own_rows(routed.device), shared, dtype)
         slots = torch.zeros(tokens * k, y.shape[1], dtype=y.dtype)
         local = (slot_of_row >= 0).nonzero().squeeze(1)
         slots[slot_of_row[local].long()] = y[local]
