@@ -91,6 +91,24 @@ struct Descriptor {
     MDI_DEVICE uint64_t at(uint32_t bytes) const { return static_cast<uint64_t>(high) << 32 | (low + (bytes >> 4)); }
 };
 
+// Stores a warpgroup's 64 x 64 bf16 matrix, held as wgmma accumulators packed in pairs (pair 2t + h: columns 8t.. of row half
+// h), to one swizzled atom.
+struct AtomWriter {
+    uint32_t row_address, chunk_bits;
+
+    MDI_DEVICE AtomWriter(uint8_t* atom, int warp, int lane) {  // lane l gives row l % 8 of matrix l / 8 of four
+        const int row = 16 * warp + lane % 16, column_tile = lane / 16;
+        row_address = address_of(atom) + row * 128;
+        chunk_bits = (column_tile ^ (row & 7)) << 4;
+    }
+    MDI_DEVICE void store(const uint32_t (&pairs)[16]) const {
+#pragma unroll
+        for (int t = 0; t < 8; t += 2) {
+            ptx::stmatrix_x4(row_address + (chunk_bits ^ (t << 4)), pairs[2 * t], pairs[2 * t + 1], pairs[2 * t + 2], pairs[2 * t + 3]);
+        }
+    }
+};
+
 // ---- items ---------------------------------------------------------------------------------------------------------
 
 MDI_DEVICE int heads_per_token_blocks(const SparseParams& params) { return (params.num_heads + kHeads - 1) / kHeads; }
@@ -468,14 +486,13 @@ struct Consumer {
     MDI_DEVICE void probabilities(const float (&s)[kSlots / 2], const float (&new_max)[2], float (&part)[2],
                                   uint32_t (&p)[kSlots / 4]) {
         part[0] = part[1] = 0.f;
-        uint8_t* to = shared.p[group] + 4 * (lane % 4);
 #pragma unroll
         for (int i = 0; i < kSlots / 4; ++i) {
             const float p0 = exp_of(s[2 * i] - new_max[i % 2]), p1 = exp_of(s[2 * i + 1] - new_max[i % 2]);
             part[i % 2] += p0 + p1;
             p[i] = ptx::pack_bf16x2(p0, p1);
-            *reinterpret_cast<uint32_t*>(to + atom_offset(row + 8 * (i % 2), i / 2)) = p[i];
         }
+        AtomWriter(shared.p[group], warp, lane).store(p);
         if (lane % 4 == 0) {
             shared.row_max[group][row] = new_max[0];
             shared.row_max[group][row + 8] = new_max[1];
@@ -590,24 +607,29 @@ struct Consumer {
             const float total = valid_sum + expf(exponent > 88.f ? 88.f : exponent);  // finite; a NaN sink stays NaN
             factor[f] = valid_sum == 0.f ? 0.f : kKeyFactor / total;          // 0: no valid lane (the largest p is 1)
         }
-        const int blocks_rows = threadIdx.x % kGroupThreads / 8, chunk = threadIdx.x % 8;
-        bf16* out = params.out + (static_cast<int64_t>(item / blocks) * params.num_heads + first_head) * kHeadDim +
+        const int first_row = threadIdx.x % kGroupThreads / 8, chunk = threadIdx.x % 8;
+        bf16* out = params.out + (static_cast<int64_t>(item / blocks) * params.num_heads + first_head + first_row) * kHeadDim +
                     group * kHalfDims + chunk * 8;
-        uint8_t* stage = shared.p[group];
+        const AtomWriter stage(shared.p[group], warp, lane);
+        const uint8_t* staged = shared.p[group] + atom_offset(first_row, chunk);  // row + 16 has the same swizzle
 #pragma unroll
         for (int part = 0; part < kHalfDims / 64; ++part) {
+            uint32_t pairs[16];
 #pragma unroll
-            for (int i = 0; i < 16; ++i) {  // tile of 8 columns i / 2, row half i % 2
+            for (int i = 0; i < 16; ++i) {
                 const float* value = o + part * 32 + 2 * i;
-                const uint32_t pair = ptx::pack_bf16x2(value[0] * factor[i % 2], value[1] * factor[i % 2]);
-                *reinterpret_cast<uint32_t*>(stage + atom_offset(row + 8 * (i % 2), i / 2) + 4 * (lane % 4)) = pair;
+                pairs[i] = ptx::pack_bf16x2(value[0] * factor[i % 2], value[1] * factor[i % 2]);
             }
+            stage.store(pairs);
             ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
-            for (int head = blocks_rows; head < num_heads; head += kGroupThreads / 8) {
-                const uint4 v = *reinterpret_cast<const uint4*>(stage + atom_offset(head, chunk));  // 0 4 1 5 2 6 3 7
-                *reinterpret_cast<uint4*>(out + head * kHeadDim + part * 64) =
-                    make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.x, v.y, 0x7632),
-                               __byte_perm(v.z, v.w, 0x7632));
+#pragma unroll
+            for (int i = 0; i < kHeads / 16; ++i) {
+                const uint4 v = *reinterpret_cast<const uint4*>(staged + i * 16 * 128);  // 0 4 1 5 2 6 3 7
+                if (first_row + i * 16 < num_heads) {
+                    *reinterpret_cast<uint4*>(out + i * 16 * kHeadDim + part * 64) =
+                        make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+                                   __byte_perm(v.z, v.w, 0x7632));
+                }
             }
             ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
         }
