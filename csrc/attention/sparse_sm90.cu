@@ -409,14 +409,15 @@ struct Consumer {
         if (lane == 0) ptx::mbarrier_arrive(address_of(&barrier));
     }
 
-    // Takes over a new running maximum: rescales what was summed under the old one.
-    MDI_DEVICE void rescale(const float (&new_max)[2]) {
+    // Takes over a new running maximum: rescales what was summed under the old one. O holds nothing before an item's first
+    // product (`started`), which overwrites it.
+    MDI_DEVICE void rescale(const float (&new_max)[2], bool started) {
         const float alpha[2] = {exp_of(m[0] - new_max[0]), exp_of(m[1] - new_max[1])};
         m[0] = new_max[0];
         m[1] = new_max[1];
         sum[0] *= alpha[0];
         sum[1] *= alpha[1];
-        if (__any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f)) {
+        if (started && __any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f)) {
 #pragma unroll
             for (int i = 0; i < kHalfDims / 2; ++i) o[i] *= alpha[i / 2 % 2];
         }
@@ -426,18 +427,18 @@ struct Consumer {
     MDI_DEVICE Descriptor values(int buffer) const { return {shared.k[buffer] + group * (kAtoms / 2) * kAtomBytes, kAtomBytes}; }
 
     // The other consumer's step b: waits for its P, adjusts to its maximum and starts O += P V.
-    MDI_DEVICE void start_other(int b) {
+    MDI_DEVICE void start_other(int b, bool started) {
         const int parity = b >> 1 & 1;
         ptx::mbarrier_wait(address_of(&shared.p_ready[other]), parity);
         const float new_max[2] = {shared.row_max[other][row], shared.row_max[other][row + 8]};
-        rescale(new_max);
+        rescale(new_max, started);
         ptx::mbarrier_wait(address_of(&shared.full[other]), parity);  // complete already; orders this thread after the producer
         const Descriptor p(shared.p[other], 16), v = values(other);
         fence_registers(o);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kSlots / 16; ++k) {
-            wgmma_bf16_ss<kHalfDims, 0, 1>(o, p.at(k * 32), v.at(k * 2048), true);
+            wgmma_bf16_ss<kHalfDims, 0, 1>(o, p.at(k * 32), v.at(k * 2048), started || k > 0);
         }
         wgmma_commit();
     }
@@ -502,7 +503,7 @@ struct Consumer {
     }
 
     // O += P V of the own step, P from registers
-    MDI_DEVICE void own_values(uint32_t (&p)[kSlots / 4]) {
+    MDI_DEVICE void own_values(uint32_t (&p)[kSlots / 4], bool started) {
         const Descriptor v = values(group);
         fence_registers(o);
         fence_registers(p);
@@ -510,7 +511,7 @@ struct Consumer {
 #pragma unroll
         for (int k = 0; k < kSlots / 16; ++k) {
             const uint32_t a[4] = {p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]};
-            wgmma_bf16_rs<kHalfDims, 1>(o, a, v.at(k * 2048), true);
+            wgmma_bf16_rs<kHalfDims, 1>(o, a, v.at(k * 2048), started || k > 0);
         }
         wgmma_commit();
         wgmma_wait<0>();
@@ -527,20 +528,20 @@ struct Consumer {
     // scores, or after them. A template argument, because ptxas serialises wgmma groups that are open across a branch.
     enum class Other { kNone, kBefore, kAfter };
 
-    // The consumer's own step b.
+    // The consumer's own step b. is_second: O holds nothing yet when the other's step b - 1 comes.
     template <Other kWhen>
-    MDI_DEVICE void own_step(int b, bool is_last) {
+    MDI_DEVICE void own_step(int b, bool is_second, bool is_last) {
         float s[kSlots / 2], new_max[2], part[2];
         uint32_t p[kSlots / 4];
         if constexpr (kWhen == Other::kBefore) {
-            start_other(b - 1);
+            start_other(b - 1, !is_second);
             start_scores(s, b);
             wgmma_wait<1>();
             arrive(shared.empty[other]);
             wgmma_wait<0>();
         } else if constexpr (kWhen == Other::kAfter) {
             start_scores(s, b);
-            start_other(b - 1);
+            start_other(b - 1, !is_second);
             wgmma_wait<1>();
         } else {
             start_scores(s, b);
@@ -555,32 +556,30 @@ struct Consumer {
             arrive(shared.empty[other]);
         }
         fence_registers(o);
-        rescale(new_max);
+        rescale(new_max, kWhen != Other::kNone);
         sum[0] += part[0];
         sum[1] += part[1];
-        own_values(p);
+        own_values(p, kWhen != Other::kNone);
         arrive(shared.empty[group]);
     }
 
     // Steps first..last of one item; step b is in K tile b % 2, which is also the consumer it belongs to.
     MDI_DEVICE void attend(int first, int last) {
-#pragma unroll
-        for (int i = 0; i < kHalfDims / 2; ++i) o[i] = 0.f;
         m[0] = m[1] = kMaxStart;
         sum[0] = sum[1] = 0.f;
         int b = first + ((first ^ group) & 1);
         if (b > last) arrive(shared.q_empty);  // no step of its own
         if (b == first) {
-            own_step<Other::kNone>(b, b + 2 > last);
+            own_step<Other::kNone>(b, false, b + 2 > last);
             b += 2;
         }
         if (group == 0) {
-            for (; b <= last; b += 2) own_step<Other::kBefore>(b, b + 2 > last);
+            for (; b <= last; b += 2) own_step<Other::kBefore>(b, b == first + 1, b + 2 > last);
         } else {
-            for (; b <= last; b += 2) own_step<Other::kAfter>(b, b + 2 > last);
+            for (; b <= last; b += 2) own_step<Other::kAfter>(b, b == first + 1, b + 2 > last);
         }
         if (((last ^ group) & 1) != 0) {
-            start_other(last);
+            start_other(last, last != first);
             finish_other();
         }
     }
