@@ -68,7 +68,7 @@ def _run_gemm(inputs: dict[str, Any], impl: str) -> torch.Tensor:
 
 def _check_gemm(inputs: dict[str, Any], out: torch.Tensor) -> float:
     reference = {**inputs, "out": None}
-    return _relative(out, moe.grouped_gemm(**reference, impl="reference"), 2**-8)
+    return _relative(out, moe.grouped_gemm(**reference, impl="reference"), 2**-7)  # two roundings may differ by one ulp
 
 
 def _gemm(name: str, columns: int, outputs: int, tokens: int | None) -> Case:

@@ -13,7 +13,7 @@ namespace mdi {
 struct LaunchConfig {
     dim3 grid;                // grid.x == 0 launches nothing
     dim3 block;
-    size_t smem_bytes = 0;    // dynamic shared memory; above 48 KiB the kernel's limit is raised
+    size_t smem_bytes = 0;    // dynamic shared memory; above 32 KiB the kernel's limit is raised
     cudaStream_t stream = nullptr;
     unsigned cluster = 1;     // thread blocks of a cluster along x
 };
@@ -51,7 +51,7 @@ void launch(const char* name, void (*kernel)(Params...), const LaunchConfig& con
                std::to_string(config.smem_bytes) + " bytes of shared memory on device " + std::to_string(device) +
                ", sm_" + std::to_string(major) + std::to_string(minor);
     };
-    if (config.smem_bytes > 48 * 1024) {
+    if (config.smem_bytes > 32 * 1024) {  // the default limit of 48 KiB includes the kernel's static shared memory
         const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                        cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                        static_cast<int>(config.smem_bytes));

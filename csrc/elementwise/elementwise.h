@@ -102,6 +102,20 @@ struct HcExpandParams {
 };
 void launch_hc_expand(const HcExpandParams& p);
 
+// hc_expand, hc_collapse of its result and hc_mix of its result in one pass over the streams.
+struct HcExpandMixParams {
+    HcMixParams mix;          // streams [T, n, N] before the expansion; coefficients of the expanded streams
+    const bf16* y;            // [T, N], the previous sublayer's output
+    int64_t y_stride;
+    const float* pre;         // [T, n], [T, n], [T, n, n]: the previous sublayer's coefficients
+    const float* post;
+    const float* comb;
+    bf16* out;                // [T, n, N] contiguous, may be mix.streams
+    bf16* x;                  // [T, N] contiguous, the collapse
+};
+// row: norm and quantisation of x beside the coefficients (row->x = p.x, N <= kMaxCollapseWidth, N % 32 == 0), or null.
+void launch_hc_expand_mix(const HcExpandMixParams& p, const RowParams* row);
+
 struct EngramGateParams {
     int64_t num_tokens;
     int num_streams, width;   // n, N (a multiple of 8, at most kMaxCollapseWidth)

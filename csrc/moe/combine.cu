@@ -3,8 +3,8 @@
 // Slots of other ranks are -1: their rows are never read, whatever the buffer holds. fp32 adds in slot order, so the
 // result is the same bits in every run. A token without a local slot gets shared[t], or 0.
 //
-// One block per token (gridDim.x), one thread per 8 columns; the live rows are gathered into registers of each warp
-// once and four rows are in flight per thread. Memory-bound. No shared memory. Limits: N a multiple of 8, k <= 32.
+// One block per token (gridDim.x), a thread takes two chunks of 8 columns and has two rows of each in flight; the
+// slots of the token sit in the lanes of every warp. Memory-bound. No shared memory. Limits: N a multiple of 8, k <= 32.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/ptx_sm80.cuh"
@@ -15,8 +15,9 @@ namespace mdi::moe {
 namespace {
 
 constexpr int kColumns = 8;
-constexpr int kMaxThreads = 1024;
-constexpr int kInFlight = 4;
+constexpr int kMaxThreads = 320;
+constexpr int kChunks = 2;    // of a thread at a time
+constexpr int kInFlight = 2;  // rows of each chunk
 
 __device__ __forceinline__ void add_row(float (&sum)[kColumns], uint4 v) {
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
@@ -28,48 +29,63 @@ __device__ __forceinline__ void add_row(float (&sum)[kColumns], uint4 v) {
 }
 
 template <bool kFloatOut>
-__global__ void __launch_bounds__(kMaxThreads) combine_kernel(const __grid_constant__ CombineParams params) {
+__device__ __forceinline__ void store(const CombineParams& p, int64_t offset, const float (&sum)[kColumns]) {
+    if constexpr (kFloatOut) {
+        float4* out = reinterpret_cast<float4*>(static_cast<float*>(p.out) + offset);
+        out[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        out[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    } else {
+        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + offset) =
+            make_uint4(ptx::pack_bf16x2(sum[0], sum[1]), ptx::pack_bf16x2(sum[2], sum[3]),
+                       ptx::pack_bf16x2(sum[4], sum[5]), ptx::pack_bf16x2(sum[6], sum[7]));
+    }
+}
+
+template <bool kFloatOut>
+__global__ void __launch_bounds__(kMaxThreads, 3) combine_kernel(const __grid_constant__ CombineParams params) {
     const int64_t token = blockIdx.x;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int mine = lane < params.k ? params.row_of_slot[token * params.k + lane] : -1;
     const uint32_t live = __ballot_sync(kFullWarp, mine >= 0);
     const int num_chunks = params.hidden / kColumns;
-    const int padded = align_up(num_chunks, 32);  // shuffles below need whole warps
-    for (int chunk = static_cast<int>(threadIdx.x); chunk < padded; chunk += static_cast<int>(blockDim.x)) {
-        const bool valid = chunk < num_chunks;
-        const int64_t column = static_cast<int64_t>(chunk) * kColumns;
-        uint4 shared = make_uint4(0, 0, 0, 0);
-        if (valid && params.shared) shared = ptx::load_streaming(params.shared + token * params.hidden + column);
-        float sum[kColumns] = {};
+    const int step = static_cast<int>(blockDim.x);
+    // the first chunk of a warp decides for all its lanes: the shuffles need whole warps
+    for (int first = static_cast<int>(threadIdx.x); first - lane < num_chunks; first += kChunks * step) {
+        float sum[kChunks][kColumns] = {};
+        uint4 shared[kChunks];
+        bool valid[kChunks];
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+            valid[c] = first + c * step < num_chunks;
+            shared[c] = make_uint4(0, 0, 0, 0);
+            if (valid[c] && params.shared)
+                shared[c] = ptx::load_streaming(params.shared + token * params.hidden + (first + c * step) * kColumns);
+        }
         for (uint32_t left = live; left != 0;) {
-            uint4 rows[kInFlight];
-            int count = 0;
+            uint4 rows[kInFlight][kChunks];
+            bool taken[kInFlight];
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i) {
-                if (left == 0) break;
-                const int slot = __ffs(static_cast<int>(left)) - 1;
-                left &= left - 1;
+                taken[i] = left != 0;
+                const int slot = taken[i] ? __ffs(static_cast<int>(left)) - 1 : 0;
+                left &= left - 1;  // 0 stays 0
                 const int64_t row = __shfl_sync(kFullWarp, mine, slot);
-                if (valid) rows[i] = ptx::load_streaming(params.y + row * params.hidden + column);
-                count = i + 1;
+#pragma unroll
+                for (int c = 0; c < kChunks; ++c)
+                    if (taken[i] && valid[c])
+                        rows[i][c] = ptx::load_streaming(params.y + row * params.hidden + (first + c * step) * kColumns);
             }
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i)
-                if (i < count && valid) add_row(sum, rows[i]);
+#pragma unroll
+                for (int c = 0; c < kChunks; ++c)
+                    if (taken[i] && valid[c]) add_row(sum[c], rows[i][c]);
         }
-        if (!valid) continue;
-        if (params.shared) add_row(sum, shared);
-        if constexpr (kFloatOut) {
-            float4* out = reinterpret_cast<float4*>(static_cast<float*>(params.out) + token * params.hidden + column);
-            out[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-            out[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-        } else {
-            uint4 packed;
-            packed.x = ptx::pack_bf16x2(sum[0], sum[1]);
-            packed.y = ptx::pack_bf16x2(sum[2], sum[3]);
-            packed.z = ptx::pack_bf16x2(sum[4], sum[5]);
-            packed.w = ptx::pack_bf16x2(sum[6], sum[7]);
-            *reinterpret_cast<uint4*>(static_cast<uint16_t*>(params.out) + token * params.hidden + column) = packed;
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+            if (!valid[c]) continue;
+            if (params.shared) add_row(sum[c], shared[c]);
+            store<kFloatOut>(params, token * params.hidden + (first + c * step) * kColumns, sum[c]);
         }
     }
 }
@@ -78,7 +94,7 @@ __global__ void __launch_bounds__(kMaxThreads) combine_kernel(const __grid_const
 
 void launch_combine(const CombineParams& params) {
     if (params.num_tokens == 0) return;
-    const int threads = min_of(align_up(params.hidden / kColumns, 32), kMaxThreads);
+    const int threads = min_of(align_up(ceil_div(params.hidden / kColumns, kChunks), 32), kMaxThreads);
     const LaunchConfig config{dim3(static_cast<unsigned>(params.num_tokens)), dim3(static_cast<unsigned>(threads)), 0,
                               params.stream};
     if (params.out_float) launch("moe.combine", combine_kernel<true>, config, params);

@@ -20,6 +20,7 @@
 // Columns past K, rows past the expert's and output columns past O are zero-filled, never read; rows at or past
 // offsets[E] are never written. A negative a_rows entry counts as a zero row.
 //
+// SASS: HMMA
 // Shared memory 86 KiB: A codes 4 x 8, B nibbles 4 x 4, A bf16 2 x 16 (also the output tile), B factors 2 x 1, prefix 4.
 // Limits: E <= 1024, K and O multiples of 32, row tiles x column tiles < 2^31.
 #include "common/launch.h"
@@ -82,12 +83,16 @@ __device__ __forceinline__ void expand_b(uint32_t word, uint32_t factor, uint32_
 
 // Two E4M3 codes (low byte first) times `scale` -> bf16 pair; NaN codes give NaN.
 __device__ __forceinline__ uint32_t expand_a(uint32_t codes, float scale) {
+    float low, high;
+#if defined(__CUDA_ARCH__)
     uint32_t half_pair;  // PTX: cvt.rn.f16x2.e4m3x2
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(half_pair) : "h"(static_cast<uint16_t>(codes)));
-    float low, high;
     asm("{\n.reg .f16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}\n"
         : "=f"(low), "=f"(high)
         : "r"(half_pair));
+#else
+    low = e4m3_decode(codes & 0xffu), high = e4m3_decode(codes >> 8 & 0xffu);
+#endif
     return ptx::pack_bf16x2(low * scale, high * scale);
 }
 
@@ -106,7 +111,11 @@ struct Work {
     __device__ Work(const GroupedGemmParams& p, const Tile& t) : params(p), tile(t) {
         first_row = static_cast<int64_t>(t.expert_begin) + t.row_tile * kBlockM;
         num_rows = min(kBlockM, t.expert_rows - t.row_tile * kBlockM);
+#if defined(__CUDA_ARCH__)
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+#else
+        thread = static_cast<int>(threadIdx.x);  // CPU tests
+#endif
         thread &= kThreads - 1;
         num_steps = ceil_div(p.k, kBlockK);
 #pragma unroll

@@ -9,7 +9,7 @@
 //
 // A cluster of two blocks computes 256 columns x up to 128 rows; both need the same rows, each fetches half of them
 // by TMA and multicasts. Block roles (384 threads):
-//   warpgroup 0   one thread issues TMA: a ring of eight stages of [rows][128 columns], 128-byte swizzle
+//   warpgroup 0   one warp: TMA into a ring of eight stages of [rows][128 columns] (128-byte swizzle), L2 prefetch of weights
 //   warpgroups 1, 2 (64 columns each)   per step of 128 columns of K:
 //     four wgmma m64nNk32 on the fragments of this step
 //     meanwhile: expand the next step's weights, which were loaded from global memory two steps before
@@ -22,6 +22,7 @@
 // Barriers: full[s] counts the block's own producer (with all bytes of both halves); empty[s] counts one arrival per
 // consumer warp of both blocks, because a stage is overwritten in both at once.
 // Shared memory 166 KiB: ring 8 x 16, output tiles 2 x 16, prefix 4. Registers 232 x 256 + 40 x 128.
+// SASS: QGMMA
 // Limits: E <= 1024, K and O multiples of 32. Rows at or past offsets[E] are never written.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
@@ -86,20 +87,44 @@ struct Ring {
 
 // -- producer ---------------------------------------------------------------------------------------------------------
 
+// prefetch.global.L2: the line that holds `address`
+__device__ __forceinline__ void prefetch_line(const uint8_t* address) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+#endif
+}
+
+// One warp: lane 0 fills the ring; every lane asks for the weights of four output columns ahead of the consumers, who
+// load them two steps before use, too late for a miss to DRAM. The ring paces both.
 __device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, const CUtensorMap* map, int num_tiles,
                         int num_steps, int rank) {
+    constexpr int kRowsPerLane = kColumns / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int row_bytes = p.k / 2, groups = p.k / 32;
     Ring ring;
     for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < num_tiles; tile += static_cast<int>(gridDim.x) / kCluster) {
         const Work work = find_work(shared, p, tile, rank);
         const int half = work.width / kCluster;  // a multiple of kBoxRows
         const int y = static_cast<int>(work.first_row) + rank * half;
+        const int column = work.first_column + lane * kRowsPerLane;
+        const int num_rows = max(0, min(kRowsPerLane, p.num_out - column));
+        const int64_t weight_row = static_cast<int64_t>(work.expert) * p.num_out + column;
+        const uint8_t* codes = p.weight + weight_row * row_bytes;
+        const uint8_t* scales = p.weight_scale + weight_row * groups;  // of consecutive rows: one run of bytes
+        for (int byte = 0; byte < num_rows * groups; byte += 64) prefetch_line(scales + byte);
         for (int step = 0; step < num_steps; ++step, ring.advance()) {
-            ptx::mbarrier_wait_cluster(ptx::smem_address(&shared.empty[ring.stage]), ring.phase ^ 1);
-            const uint32_t full = ptx::smem_address(&shared.full[ring.stage]);
-            ptx::mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(work.width * kBlockK));
-            const uint32_t target = ptx::smem_address(shared.ring[ring.stage]) + rank * half * kBlockK;
-            for (int row = 0; row < half; row += kBoxRows)
-                ptx::tma_load_2d_multicast(target + row * kBlockK, map, full, step * kBlockK, y + row, 0x3);
+            ptx::mbarrier_wait(ptx::smem_address(&shared.empty[ring.stage]), ring.phase ^ 1);
+            if (lane == 0) {
+                const uint32_t full = ptx::smem_address(&shared.full[ring.stage]);
+                ptx::mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(work.width * kBlockK));
+                const uint32_t target = ptx::smem_address(shared.ring[ring.stage]) + rank * half * kBlockK;
+                for (int row = 0; row < half; row += kBoxRows)
+                    ptx::tma_load_2d_multicast(target + row * kBlockK, map, full, step * kBlockK, y + row, 0x3);
+            }
+            if (step % 2 == 0)
+                for (int byte = 64 * step; byte < min(64 * step + 128, row_bytes); byte += 64)
+                    for (int r = 0; r < num_rows; ++r) prefetch_line(codes + r * row_bytes + byte);
+            __syncwarp();
         }
     }
 }
@@ -161,13 +186,24 @@ __device__ __forceinline__ void load_weights(const GroupedGemmSm90Params& p, con
     }
 }
 
+// prmt.b32, opaque: the compiler would otherwise mask the two halves of an index word separately
+__device__ __forceinline__ uint32_t look_up(uint2 bytes, uint32_t index) {
+    uint32_t d;
+#if defined(__CUDA_ARCH__)
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(bytes.x), "r"(bytes.y), "r"(index));
+#else
+    d = __byte_perm(bytes.x, bytes.y, index);
+#endif
+    return d;
+}
+
 // Eight E2M1 codes -> eight E4M3 codes (columns 0..3 and 4..7 of the word): the magnitude by look-up, then the signs,
 // which prmt gathers into the top bits of the bytes.
 __device__ __forceinline__ void expand_word(uint32_t word, uint2 magnitudes, uint32_t& low, uint32_t& high) {
     const uint32_t index = word & 0x77777777u;
     const uint32_t shifted = word << 4;
-    low = __byte_perm(magnitudes.x, magnitudes.y, index) | (__byte_perm(shifted, word, 0x5140) & 0x80808080u);
-    high = __byte_perm(magnitudes.x, magnitudes.y, index >> 16) | (__byte_perm(shifted, word, 0x7362) & 0x80808080u);
+    low = look_up(magnitudes, index) | (__byte_perm(shifted, word, 0x5140) & 0x80808080u);
+    high = look_up(magnitudes, index >> 16) | (__byte_perm(shifted, word, 0x7362) & 0x80808080u);
 }
 
 // Fragments of the four wgmma of a step: a[j][r] row r * 8 and K bytes 4t.., a[j][2 + r] the same row, K bytes 16 + 4t..
@@ -210,6 +246,16 @@ __device__ __forceinline__ void multiply(float (&d)[kN / 2], const uint32_t (&a)
     }
 }
 
+// mbarrier.arrive.shared::cluster on block `rank`: releases a stage that was only read, by wgmma that have completed.
+// Not .release.cluster: it adds a fence at GPU scope, which waits for the weights in flight.
+__device__ __forceinline__ void arrive_in_block(uint32_t barrier, uint32_t rank) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(ptx::map_to_rank(barrier, rank)) : "memory");
+#else
+    ptx::mbarrier_arrive_remote(ptx::map_to_rank(barrier, rank));
+#endif
+}
+
 struct Consumer {
     SharedStorage& shared;
     const GroupedGemmSm90Params& p;
@@ -238,7 +284,7 @@ struct Consumer {
         wgmma_wait<0>();
         fence_registers(part);
         if (thread % 32 < kCluster)  // this warp is done with the stage in both blocks
-            ptx::mbarrier_arrive_remote(ptx::map_to_rank(ptx::smem_address(&shared.empty[ring.stage]), thread % 32));
+            arrive_in_block(ptx::smem_address(&shared.empty[ring.stage]), thread % 32);
         ring.advance();
 #pragma unroll
         for (int i = 0; i < kN / 2; ++i) sums[i] += part[i];
@@ -378,7 +424,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
 
     if (thread < 128) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
-        if (thread == 0) produce(shared, params, &map, num_tiles, num_steps, rank);
+        if (thread < 32) produce(shared, params, &map, num_tiles, num_steps, rank);
         __syncwarp();
     } else {
         ptx::setmaxnreg_inc<kConsumerRegisters>();

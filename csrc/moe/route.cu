@@ -9,6 +9,7 @@
 // c ^ (r % 8)). The scores then replace the ring in shared memory and each warp selects for 4 tokens: k rounds of a
 // warp-wide maximum over order-preserving keys, then a warp-wide minimum over the ids that reach it.
 // A NaN score counts as the largest, as in a sort: the token's weights become NaN instead of hiding it.
+// SASS: HMMA
 // Shared memory: 3 x (32 + kExperts) x 128 bytes: 156 KiB for 384 experts. Limits: E <= 512, k <= min(32, E), N a
 // multiple of 32.
 #include "common/launch.h"

@@ -47,10 +47,10 @@ class MoE:
         self.shared_w13 = Fp8Weight.stack([fp8("w1"), fp8("w3")], f"{name}.shared_experts.w1|w3")
         self.shared_w2 = Fp8Weight(*fp8("w2"), f"{name}.shared_experts.w2")
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """x [T, N], the normed input, to [T, N]."""
+    def __call__(self, act: Activation, step: Step) -> torch.Tensor:
+        """The normed input [T, N] to [T, N]."""
+        x = act.x
         with stage("moe.route"):
-            act = Activation(x, self.profile)
             ids, weights = self.gate(x)
         step.record("router_ids", self.index, ids)
         step.record("router_weights", self.index, weights)
@@ -78,6 +78,8 @@ class MoE:
     def _shared(self, act: Activation) -> torch.Tensor:
         gate_up = fp8_linear(act, self.shared_w13)
         h = moe.swiglu_quant(gate_up, None, self.config.swiglu_limit, None, quantise=False)
+        if isinstance(h, tuple):
+            raise TypeError("moe.swiglu_quant: wanted the unquantised rows")
         return fp8_linear(Activation(h, self.profile), self.shared_w2)
 
     def _dispatch(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -46,6 +46,8 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "elementwise.hc_collapse_norm": ("portable",),
     "elementwise.hc_collapse_norm_quant": ("portable",),
     "elementwise.hc_expand": ("portable",),
+    "elementwise.hc_expand_mix": ("portable",),
+    "elementwise.hc_expand_mix_norm_quant": ("portable",),
     "elementwise.engram_gate": ("portable",),
     #
     # -- attention

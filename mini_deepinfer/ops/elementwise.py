@@ -351,6 +351,31 @@ def _check_coefficients(op: str, streams: Tensor, post: Tensor, comb: Tensor) ->
     _check(op, "comb", comb, _F32, {"T": tokens, "n": num_streams, "n ": num_streams}, streams)
 
 
+def _check_mix(
+    op: str, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, sinkhorn_iters: int, hc_eps: float, norm_eps: float
+) -> None:
+    _, n, width = _check_streams(op, streams)
+    mixes = 2 * n + n * n
+    _check(op, "fn", fn, _F32, {"2n+n*n": mixes, "n*N": n * width}, streams)
+    _check(op, "base", base, _F32, {"2n+n*n": mixes}, streams)
+    _check(op, "scale", scale, _F32, {"3": 3}, streams)
+    if sinkhorn_iters < 1:
+        raise ValueError(f"{op}: sinkhorn_iters must be >= 1, got {sinkhorn_iters}")
+    _check_eps(op, "hc_eps", hc_eps)
+    _check_eps(op, "norm_eps", norm_eps)
+
+
+def _new_coefficients(streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Workspace (partial sums of 320 columns a slice), pre, post, comb."""
+    tokens, n, width = streams.shape
+    floats = tokens * -(-width // 320) * (-(-(2 * n + n * n) // 8) * 8 + 8)
+    workspace, pre, post, comb = (
+        torch.empty(shape, dtype=torch.float32, device=streams.device)
+        for shape in ((floats,), (tokens, n), (tokens, n), (tokens, n, n))
+    )
+    return workspace, pre, post, comb
+
+
 def hc_mix(
     streams: Tensor,
     fn: Tensor,
@@ -380,24 +405,14 @@ def hc_mix(
     Kernel: csrc/elementwise/hc_mix.cu. Reference: ops.reference.elementwise.hc_mix.
     """
     op = "elementwise.hc_mix"
-    tokens, n, width = _check_streams(op, streams)
-    mixes = 2 * n + n * n
-    _check(op, "fn", fn, _F32, {"2n+n*n": mixes, "n*N": n * width}, streams)
-    _check(op, "base", base, _F32, {"2n+n*n": mixes}, streams)
-    _check(op, "scale", scale, _F32, {"3": 3}, streams)
-    if sinkhorn_iters < 1:
-        raise ValueError(f"{op}: sinkhorn_iters must be >= 1, got {sinkhorn_iters}")
-    _check_eps(op, "hc_eps", hc_eps)
-    _check_eps(op, "norm_eps", norm_eps)
+    _check_mix(op, streams, fn, base, scale, sinkhorn_iters, hc_eps, norm_eps)
     impl = select(op, streams, impl=impl)
     if impl == "reference":
         return reference.hc_mix(streams, fn, base, scale, sinkhorn_iters, hc_eps, norm_eps)
-    shapes = ((tokens, n), (tokens, n), (tokens, n, n))
-    pre, post, comb = (torch.empty(shape, dtype=torch.float32, device=streams.device) for shape in shapes)
-    if tokens:
-        floats = tokens * -(-width // 320) * (-(-mixes // 8) * 8 + 8)
-        workspace = torch.empty(floats, dtype=torch.float32, device=streams.device)
-        call(op, impl, streams, fn, base, scale, sinkhorn_iters, hc_eps, norm_eps, workspace, pre, post, comb)
+    workspace, *coefficients = _new_coefficients(streams)
+    if streams.shape[0]:
+        call(op, impl, streams, fn, base, scale, sinkhorn_iters, hc_eps, norm_eps, workspace, *coefficients)
+    pre, post, comb = coefficients
     return pre, post, comb
 
 
@@ -504,6 +519,126 @@ def hc_expand(
     return out
 
 
+def _check_expand_mix(
+    op: str, y: Tensor, streams: Tensor, last_pre: Tensor, last_post: Tensor, last_comb: Tensor, site: tuple
+) -> None:
+    _check_mix(op, streams, *site)
+    tokens, n, width = streams.shape
+    _check(op, "y", y, (streams.dtype,), {"T": tokens, "N": width}, streams)
+    _check(op, "last_pre", last_pre, _F32, {"T": tokens, "n": n}, streams)
+    _check(op, "last_post", last_post, _F32, {"T": tokens, "n": n}, streams)
+    _check(op, "last_comb", last_comb, _F32, {"T": tokens, "n": n, "n ": n}, streams)
+
+
+def _reference_expand_mix(
+    y: Tensor, streams: Tensor, last_pre: Tensor, last_post: Tensor, last_comb: Tensor, site: tuple, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    reference.hc_expand(y, streams, last_post, last_comb, out)
+    return out, reference.hc_collapse(out, last_pre), *reference.hc_mix(out, *site)
+
+
+def hc_expand_mix(
+    y: Tensor,
+    streams: Tensor,
+    last_pre: Tensor,
+    last_post: Tensor,
+    last_comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    sinkhorn_iters: int,
+    hc_eps: float,
+    norm_eps: float,
+    *,
+    out: Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Everything between two sublayers but the norm, with the bits of the separate ops; the streams move once.
+
+        streams = hc_expand(y, streams, last_post, last_comb)
+        x       = hc_collapse(streams, last_pre)
+        pre, post, comb = hc_mix(streams, fn, base, scale, ...)
+
+    `rmsnorm_quant` of x is the next sublayer's input (model spec 3.2).
+
+    Shapes: T tokens, n streams (1..4), N hidden; on CUDA N % 8 == 0.
+        y          [T, N]       of streams' dtype, the last sublayer's output; as in hc_expand
+        streams    [T, n, N]    bfloat16 (float32 in the reference), contiguous
+        last_pre   [T, n]       float32: the last sublayer's `pre`, last_post [T, n], last_comb [T, n, n]
+        fn, base, scale, sinkhorn_iters, hc_eps, norm_eps: of the NEXT site, as in hc_mix
+        out        [T, n, N]    optional; may be streams
+    Returns:
+        streams [T, n, N] (out, or a new tensor), x [T, N], and the next site's pre, post, comb
+    Raises, determinism, workspace: as hc_mix.
+    Kernel: csrc/elementwise/hc_expand_mix.cu. Reference: the composition of the reference ops.
+    """
+    op = "elementwise.hc_expand_mix"
+    site = (fn, base, scale, sinkhorn_iters, hc_eps, norm_eps)
+    _check_expand_mix(op, y, streams, last_pre, last_post, last_comb, site)
+    out = _check_out(op, out, streams)
+    impl = select(op, streams, impl=impl)
+    if impl == "reference":
+        return _reference_expand_mix(y, streams, last_pre, last_post, last_comb, site, out)
+    x = torch.empty(y.shape, dtype=streams.dtype, device=streams.device)
+    workspace, pre, post, comb = _new_coefficients(streams)
+    if streams.shape[0]:
+        call(op, impl, y, streams, last_pre, last_post, last_comb, *site, workspace, out, x, pre, post, comb)
+    return out, x, pre, post, comb
+
+
+def hc_expand_mix_norm_quant(
+    y: Tensor,
+    streams: Tensor,
+    last_pre: Tensor,
+    last_post: Tensor,
+    last_comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    sinkhorn_iters: int,
+    hc_eps: float,
+    norm_eps: float,
+    norm_weight: Tensor,
+    *,
+    folded: bool,
+    out: Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`hc_expand_mix` and `rmsnorm_quant` of its x: all the work between two sublayers, with the bits of the two ops.
+
+    Shapes, dtypes and limits: as hc_expand_mix; norm_weight [N] bfloat16 or float32, its eps is norm_eps;
+    N % 32 == 0, on CUDA N <= 10240.
+    Returns:
+        streams [T, n, N] (out, or a new tensor); x [T, N], the next sublayer's normed input; codes [T, N] float8_e4m3fn;
+        scale, [T, N/32] uint8 E8M0 bytes, or with folded=True [T] float32 row scales; the next site's pre, post, comb
+    Raises, determinism, workspace: as hc_mix.
+    Kernel: csrc/elementwise/hc_expand_mix.cu. Reference: the composition of the reference ops.
+    """
+    op = "elementwise.hc_expand_mix_norm_quant"
+    site = (fn, base, scale, sinkhorn_iters, hc_eps, norm_eps)
+    _check_expand_mix(op, y, streams, last_pre, last_post, last_comb, site)
+    tokens, _, width = streams.shape
+    _check_groups(op, "streams", width)
+    _check(op, "norm_weight", norm_weight, _COMPUTE, {"N": width}, streams)
+    out = _check_out(op, out, streams)
+    impl = select(op, streams, impl=impl)
+    if impl == "reference":
+        out, x, *coefficients = _reference_expand_mix(y, streams, last_pre, last_post, last_comb, site, out)
+        x = reference.rmsnorm(x, norm_weight, norm_eps)
+        codes, codes_scale = _reference_quant(x, folded)
+        pre, post, comb = coefficients
+        return out, x, codes, codes_scale, pre, post, comb
+    x = torch.empty(y.shape, dtype=streams.dtype, device=streams.device)
+    codes, codes_scale = _new_codes(streams, tokens, width, folded)
+    workspace, pre, post, comb = _new_coefficients(streams)
+    if tokens:
+        call(
+            op, impl, y, streams, last_pre, last_post, last_comb, *site, norm_weight, workspace,
+            out, x, codes, codes_scale, pre, post, comb,
+        )  # fmt: skip
+    return out, x, codes, codes_scale, pre, post, comb
+
+
 # -- engram gate -------------------------------------------------------------------------------------------------------
 
 
@@ -606,6 +741,14 @@ register_self_test(
     "elementwise.hc_expand",
     _self_test_inputs,
     lambda i, impl: hc_expand(i["x"], i["streams"], i["post"], i["comb"], impl=impl),
+    _ONE_STEP,
+)
+register_self_test(
+    "elementwise.hc_expand_mix",
+    _self_test_inputs,
+    lambda i, impl: hc_expand_mix(
+        i["x"], i["streams"], i["post"], i["post"], i["comb"], i["fn"], i["base"], i["scale"], 20, 1e-6, 1e-20, impl=impl
+    ),
     _ONE_STEP,
 )
 register_self_test(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mini_deepinfer.ops._dispatch import call, select
+from mini_deepinfer.ops._dispatch import call, register_self_test, select
 from mini_deepinfer.ops.reference import moe as reference
+from mini_deepinfer.ops.reference import number_formats
 
 _PERMUTE_BLOCK_SLOTS = 2048  # kPermuteBlockSlots of csrc/moe/moe.h: slots of one block, sizes the workspace
 _FOLD_BINADES = 14  # spread of scales inside a row that E2M1 values keep exactly as E4M3
@@ -309,3 +310,47 @@ def combine(y: Tensor, row_of_slot: Tensor, shared: Tensor | None, out_dtype: to
     if t and n:
         call(op, impl, y, row_of_slot, shared, out)
     return out
+
+
+# -- self-tests --------------------------------------------------------------------------------------------------------
+
+
+def _self_test_inputs(device: torch.device) -> dict[str, Tensor]:
+    """A small layer: 40 tokens on 5 experts, one of them without rows, widths that are no multiple of a tile."""
+    g = torch.Generator().manual_seed(0)
+    tokens, n, f, experts, k = 40, 352, 96, 5, 2
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    x = normal(tokens, n).bfloat16()
+    codes, scale = number_formats.quant_fp8_ue8m0(x)
+    weight, weight_scale = number_formats.quant_mxfp4(normal(experts, 2 * f, n) * n**-0.5)
+    ids = torch.rand(tokens, experts - 1, generator=g).topk(k, dim=1).indices.sort(dim=1).values.int()
+    row_of_slot, slot_of_row, offsets = reference.permute(ids, 0, experts)
+    inputs = {"x": x, "gate": normal(16, n).bfloat16() * n**-0.5, "bias": normal(16) * 0.1, "ids": ids, "codes": codes}
+    inputs |= {"scale": scale, "weight": weight, "weight_scale": weight_scale, "offsets": offsets}
+    inputs |= {"a_rows": (slot_of_row // k).int(), "row_of_slot": row_of_slot, "gu": normal(80, 2 * f).bfloat16() * 3}
+    inputs |= {"row_weight": torch.rand(80, generator=g), "y": normal(80, n).bfloat16(), "shared": normal(tokens, n).bfloat16()}
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def _self_test_gemm(i: dict[str, Tensor], impl: str) -> Tensor:
+    return grouped_gemm(i["codes"], i["scale"], i["weight"], i["weight_scale"], i["offsets"], i["a_rows"], impl=impl)
+
+
+register_self_test("moe.grouped_gemm", _self_test_inputs, _self_test_gemm, bound=2.0**-7)
+register_self_test("moe.route", _self_test_inputs, lambda i, impl: route(i["x"], i["gate"], i["bias"], 3, 1.5, impl=impl), bound=1e-4)
+register_self_test("moe.permute", _self_test_inputs, lambda i, impl: permute(i["ids"], 1, 3, impl=impl), bound=0.0)
+register_self_test(
+    "moe.swiglu_quant",
+    _self_test_inputs,
+    lambda i, impl: swiglu_quant(i["gu"], i["row_weight"], 10.0, quantise=False, impl=impl),
+    bound=2.0**-8,
+)
+register_self_test(
+    "moe.combine",
+    _self_test_inputs,
+    lambda i, impl: combine(i["y"], i["row_of_slot"], i["shared"], torch.float32, impl=impl),
+    bound=0.0,
+)

@@ -415,6 +415,44 @@ def test_hc_exact_on_integers(cuda: torch.device) -> None:
     assert_bitwise(elementwise.hc_collapse(*to(cuda, streams, post)), reference.hc_collapse(streams, post), "collapse")
 
 
+def collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    """hc_collapse, for widths that its kernel does not take (not a multiple of 32) padded with zeros."""
+    padded = torch.nn.functional.pad(streams, (0, -streams.shape[2] % 32)).contiguous()
+    return elementwise.hc_collapse(padded, pre)[:, : streams.shape[2]].contiguous()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("tokens, width", [(1, 64), (31, 256), (33, 8), (17, 328), (129, 5120), (2309, 1280)])
+def test_hc_expand_mix_is_the_composition(cuda: torch.device, n: int, tokens: int, width: int) -> None:
+    g = generator(n * width)
+    inputs = mix_inputs(tokens, n, width)
+    streams, fn, base, scale = to(cuda, *(inputs[k] for k in ("streams", "fn", "base", "scale")))
+    y, last_pre, last_post = to(cuda, normal(g, tokens, width), positive(g, tokens, n), positive(g, tokens, n))
+    last_comb = torch.rand(tokens, n, n, generator=g).to(cuda)
+    site = (fn, base, scale, 20, 1e-6, EPS)
+    expanded = elementwise.hc_expand(y, streams, last_post, last_comb)
+    wanted = (expanded, collapse(expanded, last_pre), *elementwise.hc_mix(expanded, *site))
+    names = ("streams", "x", "pre", "post", "comb")
+    got = elementwise.hc_expand_mix(y, streams, last_pre, last_post, last_comb, *site, impl="portable")
+    for name, out, want in zip(names, got, wanted):
+        assert_bitwise(out, want, f"hc_expand_mix {name}")
+    in_place = streams.clone()
+    got = elementwise.hc_expand_mix(y, in_place, last_pre, last_post, last_comb, *site, out=in_place)
+    assert got[0] is in_place
+    for name, out, want in zip(names, got, wanted):
+        assert_bitwise(out, want, f"hc_expand_mix in place {name}")
+    if width % 32:
+        return
+    weight = normal(g, width).to(cuda)
+    for folded in (False, True):
+        got = elementwise.hc_expand_mix_norm_quant(
+            y, streams, last_pre, last_post, last_comb, *site, weight, folded=folded, impl="portable"
+        )
+        full = (wanted[0], *elementwise.rmsnorm_quant(wanted[1], weight, EPS, folded=folded), *wanted[2:])
+        for name, out, want in zip(("streams", "x", "codes", "scale", "pre", "post", "comb"), got, full):
+            assert_bitwise(out, want, f"hc_expand_mix_norm_quant {name}")
+
+
 # -- engram gate ----------------------------------------------------------------------------------------------------
 
 
@@ -490,6 +528,12 @@ def every_op(tokens: int, width: int = 320, n: int = 4) -> tuple[tuple[Tensor, .
                 st, p, w, EPS, folded=False
             ),
             "hc_expand": lambda r, h, st, z, p, c, pos, q, qs: (e.hc_expand(r, st, p, c),),
+            "hc_expand_mix": lambda r, h, st, z, p, c, pos, q, qs: e.hc_expand_mix(
+                r, st, p, p, c, f, b, s, 20, 1e-6, EPS
+            ),
+            "hc_expand_mix_norm_quant": lambda r, h, st, z, p, c, pos, q, qs: e.hc_expand_mix_norm_quant(
+                r, st, p, p, c, f, b, s, 20, 1e-6, EPS, w, folded=True
+            ),
             "engram_gate": lambda r, h, st, z, p, c, pos, q, qs: (e.engram_gate(st, z, gw, gw, EPS),),
         }
 
@@ -498,7 +542,8 @@ def every_op(tokens: int, width: int = 320, n: int = 4) -> tuple[tuple[Tensor, .
 
 
 OPS = ("rmsnorm", "act_quant", "act_quant_folded", "rmsnorm_quant", "fold_scales", "rope", "hc_mix", "hc_collapse",
-       "hc_collapse_norm", "hc_collapse_norm_quant", "hc_expand", "engram_gate")  # fmt: skip
+       "hc_collapse_norm", "hc_collapse_norm_quant", "hc_expand", "hc_expand_mix",
+       "hc_expand_mix_norm_quant", "engram_gate")  # fmt: skip
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -545,6 +590,11 @@ def test_nothing_is_written_outside(cuda: torch.device, tokens: int, width: int)
         ("hc_collapse", (streams, pre), [(row, bf)]),
         ("hc_collapse_norm_quant", (streams, pre, weight, EPS), [(row, bf), (row, f8), ((tokens,), f32)]),
         ("hc_expand", (x, streams, pre, comb), [(full, bf)]),
+        ("hc_expand_mix", (x, streams, pre, pre, comb, fn, base, scale, 20, 1e-6, EPS),
+         [((floats,), f32), (full, bf), (row, bf), ((tokens, n), f32), ((tokens, n), f32), ((tokens, n, n), f32)]),
+        ("hc_expand_mix_norm_quant", (x, streams, pre, pre, comb, fn, base, scale, 20, 1e-6, EPS, weight),
+         [((floats,), f32), (full, bf), (row, bf), (row, f8), (groups, u8), ((tokens, n), f32), ((tokens, n), f32),
+          ((tokens, n, n), f32)]),
         ("engram_gate", (streams, z, gate_weight, gate_weight, EPS), [(full, bf)]),
     ]  # fmt: skip
     for op, args, outputs in runs:
@@ -552,7 +602,7 @@ def test_nothing_is_written_outside(cuda: torch.device, tokens: int, width: int)
         call(f"elementwise.{op}", "portable", *args, *(c.tensor for c in canaries))
         for canary in canaries:
             canary.check()
-        if op != "hc_mix":  # every output byte is written: a second run over other bytes agrees
+        if "mix" not in op:  # every output byte is written: a second run over other bytes agrees
             first = [c.tensor.clone() for c in canaries]
             for canary in canaries:
                 canary.tensor.view(torch.uint8).fill_(0x5A)
@@ -593,7 +643,12 @@ def test_hyper_connections_past_int32(cuda: torch.device) -> None:
     elementwise.engram_gate(streams, plant(z_small), gate_weight, gate_weight, EPS, out=streams)
     assert_bitwise(streams[at], gated, "engram_gate")
     elementwise.hc_expand(plant(small_y), streams, plant(pre), plant(comb), out=streams)
-    assert_bitwise(streams[at], elementwise.hc_expand(small_y, gated, pre, comb), "hc_expand")
+    expanded = elementwise.hc_expand(small_y, gated, pre, comb)
+    assert_bitwise(streams[at], expanded, "hc_expand")
+    site = (fn, base, scale, 20, 1e-6, EPS)
+    passed = elementwise.hc_expand_mix(plant(small_y), streams, plant(pre), plant(pre), plant(comb), *site, out=streams)
+    for out, wanted in zip(passed, elementwise.hc_expand_mix(small_y, expanded, pre, pre, comb, *site)):
+        assert_bitwise(out[at], wanted, "hc_expand_mix")
     assert int(streams.view(torch.int16).ne(0).any(-1).any(-1).sum()) == 5, "a token that was zero changed"
 
 

@@ -227,7 +227,7 @@ def test_grouped_gemm_wide_weight_scales_take_the_portable_kernel(cuda: torch.de
     args = [t.to(cuda) for t in (a, a_scale, weight, weight_scale, offsets_of([40]))]
     assert not moe.weight_row_scale(args[3], args[2])[1]
     assert_bitwise(moe.grouped_gemm(*args), moe.grouped_gemm(*args, impl="portable"))
-    if "sm90" in GEMM_IMPLS and _dispatch._why_not("moe.grouped_gemm", "sm90", cuda) is None:
+    if "sm90" in GEMM_IMPLS and _dispatch.why_not("moe.grouped_gemm", "sm90", cuda) is None:
         with pytest.raises(RuntimeError, match="within 14 binades"):
             moe.grouped_gemm(*args, impl="sm90")
 

@@ -1,0 +1,158 @@
+"""The whole model on the GPU: against the golden outputs, against the CPU, and against itself cut up in other ways."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+
+from mini_deepinfer.config import NumericProfile
+from mini_deepinfer.model.moe import MoE
+from mini_deepinfer.model.step import Step
+from mini_deepinfer.ops import reference
+from mini_deepinfer.ops.linear import Activation
+from mini_deepinfer.parallel import Loopback
+from mini_deepinfer.tensor_table import expert_range
+from mini_deepinfer.weights import load_weights
+from tests.golden import AQ_MEAN, BF16_MAX, BF16_MEAN, PROMPT_LENGTHS, TINY_A, Runner, golden
+
+pytestmark = pytest.mark.gpu
+
+
+@lru_cache(maxsize=4)
+def runner(device: str, activation_quant: bool = True, batch_invariant: bool = False) -> Runner:
+    run = Runner(dtype=torch.bfloat16, activation_quant=activation_quant, device=device)
+    if batch_invariant:
+        run.profile = NumericProfile(torch.bfloat16, activation_quant, batch_invariant=True)
+        run.reload()
+    return run
+
+
+def prompt(length: int) -> np.ndarray:
+    return golden()[f"L{length}.input_ids"].numpy()
+
+
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+def test_golden_bfloat16(cuda, length):
+    want = golden()[f"L{length}.f32.logits"]
+    logits = runner("cuda", activation_quant=False).score(prompt(length))
+    diff = (logits - want).abs()
+    assert diff.mean() <= 2 * BF16_MEAN[length]
+    assert diff.max() <= 2 * BF16_MAX[length]
+    best = want.topk(2).values
+    sure = best[:, 0] - best[:, 1] > 1.0
+    assert torch.equal(logits.argmax(-1)[sure], want.argmax(-1)[sure])
+
+
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+def test_golden_activation_quantisation(cuda, length):
+    logits = runner("cuda").score(prompt(length))
+    assert (logits - golden()[f"L{length}.bf16_aq.logits"].float()).abs().mean() <= 1.5 * AQ_MEAN[length]
+
+
+@pytest.mark.parametrize("activation_quant", [False, True])
+def test_blocks_teacher_forced_against_the_cpu(cuda, activation_quant):
+    """Every block on the CPU's input: a wrong kernel cannot hide behind the noise of earlier layers."""
+    cpu, gpu = runner("cpu", activation_quant), runner("cuda", activation_quant)
+    inputs, outputs = {}, {}
+
+    class Recorder:
+        def __init__(self, block) -> None:
+            self.index, self.engram, self.block = block.index, block.engram, block
+
+        def __call__(self, residual, step):
+            inputs[self.index] = (residual.streams(), residual.pre)
+            self.block(residual, step)
+            outputs[self.index] = (residual.streams(), residual.pre)
+
+    got = {}
+
+    class Forced(Recorder):
+        def __call__(self, residual, step):
+            streams, residual.pre = (part.cuda() for part in inputs[self.index])
+            residual.replace(streams)
+            self.block(residual, step)
+            got[self.index] = (residual.streams(), residual.pre)
+
+    for run, wrapper in ((cpu, Recorder), (gpu, Forced)):
+        blocks = run.model.blocks
+        run.model.blocks = [wrapper(block) for block in blocks]
+        try:
+            run.score(prompt(100))
+        finally:
+            run.model.blocks = blocks
+    for index, (streams, pre) in outputs.items():
+        update = streams.float() - inputs[index][0].float()
+        error = got[index][0].cpu().float() - streams.float()
+        relative = error.norm(dim=(1, 2)) / update.norm(dim=(1, 2))
+        # a token whose cache row, selection or FP8 code rounds the other way may move; most tokens agree to bf16 rounding
+        assert relative.median() <= 6e-3, f"block {index}: median {relative.median():.2e}"
+        assert relative.quantile(0.9) <= 8e-2, f"block {index}: 90 % {relative.quantile(0.9):.2e}"
+        assert (got[index][1].cpu() - pre).abs().median() <= 1e-4
+
+
+@pytest.mark.parametrize("chunk", [1, 15, 16, 17, 64])
+def test_chunked_is_unchunked(cuda, chunk):
+    """Bitwise in batch-invariant mode; only library GEMMs look at the number of rows otherwise."""
+    run = runner("cuda", batch_invariant=True)
+    length = 33 if chunk == 1 else 193
+    assert torch.equal(run.score(prompt(length), chunk=chunk), run.score(prompt(length)))
+
+
+def test_decode_is_prefill(cuda):
+    run = runner("cuda", batch_invariant=True)
+    ids = [int(i) for i in prompt(7)]
+    for step, token in enumerate(run.greedy(ids, 24)):
+        assert token == int(run.score(ids)[-1].argmax()), f"step {step}"
+        ids.append(token)
+
+
+def test_repeatable(cuda):
+    run = runner("cuda")
+    first = run.score(prompt(193))
+    for _ in range(5):
+        assert torch.equal(run.score(prompt(193)), first)
+
+
+def test_no_host_synchronisation(cuda):
+    """A step never waits for the device: not in attention, selection, routing or the engram fetch."""
+    run = runner("cuda")
+    run.score(prompt(100))
+    batch = run.batch(prompt(100), 0, 100)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run.model.forward(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_loopback_does_rank_zeros_work(cuda, world):
+    """Own tokens get exactly the experts that rank 0 of the group holds, plus the shared expert."""
+    config = runner("cuda").config
+    profile = NumericProfile(torch.bfloat16, True)
+    weights = load_weights(TINY_A, config, rank=0, world=world, device="cuda")
+    full = load_weights(TINY_A, config, device="cuda")
+    parallel = Loopback(world, config.n_routed_experts)
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(37, config.hidden_size, generator=g).bfloat16().cuda()
+    moe = MoE(config, profile, config.layers[3], weights, parallel)
+    counts = parallel.gather_counts(37)
+    got = moe(Activation(x, profile), Step(None, None, counts))
+    ids, route_weights = moe.gate(x)
+    codes, scale = Activation(x, profile).groups()
+    local = len(expert_range(config.n_routed_experts, world, 0))
+    row_of_slot, slot_of_row, offsets = reference.moe.permute(ids, 0, local)
+    slot = slot_of_row.clamp(min=0).long()
+    prefix = "layers.3.ffn.experts."
+    gate_up = reference.moe.grouped_gemm(
+        codes, scale, full.tensors[prefix + "w13"][:local], full.tensors[prefix + "w13_scale"][:local], offsets, (slot // 3).int()
+    )
+    h = reference.moe.swiglu_quant(gate_up, route_weights.flatten()[slot], config.swiglu_limit)
+    y = reference.moe.grouped_gemm(*h, full.tensors[prefix + "w2"][:local], full.tensors[prefix + "w2_scale"][:local], offsets)
+    want = reference.moe.combine(y, row_of_slot, moe._shared(Activation(x, profile)), torch.bfloat16)
+    error = (got.float() - want.float()).norm() / want.float().norm()
+    assert error <= 1e-2, f"relative error {error:.2e}"

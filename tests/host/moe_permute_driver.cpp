@@ -1,0 +1,9 @@
+// csrc/moe/permute.cu on the CPU: see cuda_on_cpu.h.
+#include "moe/moe.h"
+
+using namespace mdi::moe;
+
+extern "C" void permute(int64_t slots, int first_expert, int num_local, const int32_t* ids, int32_t* row_of_slot,
+                        int32_t* slot_of_row, int32_t* offsets, int32_t* counts) {
+    launch_permute({slots, first_expert, num_local, ids, row_of_slot, slot_of_row, offsets, counts, nullptr});
+}
