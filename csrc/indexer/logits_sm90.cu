@@ -125,10 +125,10 @@ __device__ __forceinline__ Folded fold_quarter(const uint32_t (&word)[4], uint32
     const int shift = zero ? 0 : static_cast<int>(scale) - lowest;
     Folded out;
     out.exponent = all_zero ? 0 : lowest - 127 - 1;
-    bool ok = scale != 255 && shift <= kMaxShift && out.exponent >= -kMaxExponent && out.exponent <= kMaxExponent;
-    ok = ok && __shfl_xor_sync(0xffffffffu, ok ? 1 : 0, 1) != 0;
-    ok = ok && __shfl_xor_sync(0xffffffffu, ok ? 1 : 0, 2) != 0;
-    out.ok = ok;
+    int ok = scale != 255 && shift <= kMaxShift && out.exponent >= -kMaxExponent && out.exponent <= kMaxExponent;
+    ok &= __shfl_xor_sync(0xffffffffu, ok, 1);  // never behind a condition: all lanes take part
+    ok &= __shfl_xor_sync(0xffffffffu, ok, 2);
+    out.ok = ok != 0;
     const int s = min_of(shift, kMaxShift);
     // magnitudes 0 1 2 3 | 4 6 8 12 of the eight codes, and their negatives, one byte each
     const uint32_t low = 0x03020100u << s, high = 0x0c080604u << s;
@@ -440,6 +440,7 @@ struct Consumer {
                     const KeyRecord& record = shared.stage[stage].record;
                     const uint64_t keys = smem_descriptor_k128(ptx::smem_address(record.image));
                     int acc[kAccumulators];
+                    __syncwarp();  // the stores of the last tile may have parted the lanes
                     ptx::named_barrier_sync(1 + group, 256);  // this warpgroup's turn to issue
                     wgmma_fence();
 #pragma unroll
