@@ -17,6 +17,7 @@ HIDDEN, STREAMS = RELEASED.hidden_size, RELEASED.hc_mult
 MIXES = 2 * STREAMS + STREAMS * STREAMS
 EPS = RELEASED.rms_norm_eps
 CHECKED_TOKENS = 64
+MIX_BYTES = 4.0 * MIXES * STREAMS * HIDDEN  # of fn
 
 Inputs = dict[str, Any]
 
@@ -222,7 +223,7 @@ def hc_mix_case(tokens: int) -> Case:
 
     return hc_case(
         "hc_mix", tokens, lambda i, impl: mix(i, impl=impl), lambda i: mix(i, impl="reference"),
-        (1e-5, 1e-5, 1e-5), STREAMS, 4.0 * MIXES * (STREAMS * HIDDEN + tokens),
+        (1e-5, 1e-5, 1e-5), STREAMS, MIX_BYTES + 4.0 * MIXES * tokens,
     )  # fmt: skip
 
 
@@ -251,20 +252,39 @@ def hc_expand_case(tokens: int) -> Case:
     )  # fmt: skip
 
 
+def between(i: Inputs, **options: Any) -> tuple[Tensor, ...]:
+    """All the work between two sublayers; without a norm when `folded` is not among the options."""
+    site = (i["fn"], i["base"], i["scale"], RELEASED.hc_sinkhorn_iters, RELEASED.hc_eps, EPS)
+    last = (i["y"], i["streams"], i["pre"], i["pre"], i["comb"])
+    if "folded" in options:
+        return elementwise.hc_expand_mix_norm_quant(*last, *site, i["weight"], **options)
+    return elementwise.hc_expand_mix(*last, *site, **options)
+
+
 def hc_expand_mix_case(tokens: int) -> Case:
-    iters, hc_eps = RELEASED.hc_sinkhorn_iters, RELEASED.hc_eps
-
-    def between(i: Inputs, **options: Any) -> tuple[Tensor, ...]:
-        return elementwise.hc_expand_mix(
-            i["y"], i["streams"], i["pre"], i["pre"], i["comb"], i["fn"], i["base"], i["scale"], iters, hc_eps, EPS, **options
-        )
-
     return hc_case(
         "hc_expand_mix", tokens,
         lambda i, impl: between(i, out=i["out"], impl=impl),
-        lambda i: between({**i, "streams": i["streams"].contiguous()}, impl="reference"),
+        lambda i: between(i, impl="reference"),
         (ONE_STEP, 2 * ONE_STEP, 1e-4, 1e-4, 1e-4),  # the coefficients follow from streams that may differ by a step
-        2 * STREAMS + 2, 4.0 * MIXES * (STREAMS * HIDDEN + 2 * tokens),
+        2 * STREAMS + 2, MIX_BYTES + 8.0 * MIXES * tokens,
+    )  # fmt: skip
+
+
+def hc_expand_mix_norm_quant_case(tokens: int) -> Case:
+    """Against the separate kernels, which the other cases compare with the reference: bit for bit."""
+
+    def separate(i: Inputs) -> tuple[Tensor, ...]:
+        i = {key: value.contiguous() for key, value in i.items()}
+        streams = elementwise.hc_expand(i["y"], i["streams"], i["pre"], i["comb"])
+        normed = elementwise.hc_collapse_norm_quant(streams, i["pre"], i["weight"], EPS, folded=True)
+        site = (i["fn"], i["base"], i["scale"], RELEASED.hc_sinkhorn_iters, RELEASED.hc_eps, EPS)
+        return streams, *normed, *elementwise.hc_mix(streams, *site)
+
+    return hc_case(
+        "hc_expand_mix_norm_quant", tokens,
+        lambda i, impl: between(i, folded=True, out=i["out"], impl=impl),
+        separate, (0.0,) * 7, 2 * STREAMS + 2.5, MIX_BYTES + 8.0 * MIXES * tokens,
     )  # fmt: skip
 
 
@@ -294,6 +314,7 @@ CASES: list[Case] = [
     *(hc_mix_case(tokens) for tokens in (1, 256, STEP_TOKENS)),
     hc_collapse_norm_quant_case(STEP_TOKENS, folded=True),
     hc_expand_case(STEP_TOKENS),
-    *(hc_expand_mix_case(tokens) for tokens in (256, STEP_TOKENS)),
+    hc_expand_mix_case(STEP_TOKENS),
+    *(hc_expand_mix_norm_quant_case(tokens) for tokens in (1, 256, STEP_TOKENS)),
     engram_gate_case(STEP_TOKENS),
 ]

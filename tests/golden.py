@@ -53,7 +53,6 @@ class Runner:
     ) -> None:
         self.folder, self.device, self.max_tokens, self.page_size = folder, torch.device(device), max_tokens, page_size
         self.profile = NumericProfile(dtype, activation_quant, wo_a)
-        self.latest_pre: torch.Tensor | None = None
         self.reload()
 
     def reload(

@@ -10,12 +10,13 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <initializer_list>
 #include <limits>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace mdi {
 
@@ -44,21 +45,30 @@ inline const char* dtype_name(ScalarType type) {
     }
 }
 
+// Messages are put together with std::string alone: iostreams of a statically linked libstdc++ crash when the process has
+// another copy of it.
+inline std::string text(const std::string& value) { return value; }
+inline std::string text(const char* value) { return value; }
+inline std::string text(const void* value) {
+    char buffer[2 + 2 * sizeof value + 1];
+    std::snprintf(buffer, sizeof buffer, "0x%llx", static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(value)));
+    return buffer;
+}
+template <class Number, class = std::enable_if_t<std::is_arithmetic_v<Number>>>
+std::string text(Number value) {
+    return std::to_string(value);
+}
+
 template <class Sizes>
 std::string list_string(const Sizes& sizes) {
-    std::ostringstream out;
-    out << '[';
-    for (size_t i = 0; i < sizes.size(); ++i) out << (i ? ", " : "") << sizes[i];
-    out << ']';
-    return out.str();
+    std::string out = "[";
+    for (size_t i = 0; i < sizes.size(); ++i) out += (i ? ", " : "") + std::to_string(sizes[i]);
+    return out + "]";
 }
 
 template <class... Parts>
 [[noreturn]] void fail(const char* op, const char* tensor, const Parts&... parts) {
-    std::ostringstream out;
-    out << op << ": " << tensor << ' ';
-    (out << ... << parts);
-    throw std::runtime_error(out.str());
+    throw std::runtime_error(std::string(op) + ": " + tensor + ' ' + (text(parts) + ...));
 }
 
 inline void check_shape(const char* op, const char* name, const Tensor& tensor, std::initializer_list<Dim> wanted) {
@@ -67,9 +77,9 @@ inline void check_shape(const char* op, const char* name, const Tensor& tensor, 
     size_t i = 0;
     for (const Dim& dim : wanted) ok = ok && sizes[i++] == dim.size;
     if (ok) return;
-    std::ostringstream shape;
-    for (const Dim& dim : wanted) shape << (shape.tellp() > 0 ? ", " : "") << dim.name << '=' << dim.size;
-    fail(op, name, "must be [", shape.str(), "], got ", list_string(sizes));
+    std::string shape;
+    for (const Dim& dim : wanted) shape += (shape.empty() ? "" : ", ") + std::string(dim.name) + "=" + std::to_string(dim.size);
+    fail(op, name, "must be [", shape, "], got ", list_string(sizes));
 }
 
 inline void check_dtype(const char* op, const char* name, const Tensor& tensor, std::initializer_list<ScalarType> wanted) {

@@ -113,7 +113,8 @@ struct HcExpandMixParams {
     bf16* out;                // [T, n, N] contiguous, may be mix.streams
     bf16* x;                  // [T, N] contiguous, the collapse
 };
-void launch_hc_expand_mix(const HcExpandMixParams& p);
+// row: norm and quantisation of x beside the coefficients (row->x = p.x, N <= kMaxCollapseWidth, N % 32 == 0), or null.
+void launch_hc_expand_mix(const HcExpandMixParams& p, const RowParams* row);
 
 struct EngramGateParams {
     int64_t num_tokens;

@@ -23,6 +23,10 @@ inline void define_elementwise(Library& m) {
     m.def("elementwise_hc_expand_mix(Tensor y, Tensor streams, Tensor last_pre, Tensor last_post, Tensor last_comb, "
           "Tensor fn, Tensor base, Tensor scale, int sinkhorn_iters, float hc_eps, float norm_eps, Tensor(a!) workspace, "
           "Tensor(b!) out, Tensor(c!) x, Tensor(d!) pre, Tensor(e!) post, Tensor(f!) comb) -> ()");
+    m.def("elementwise_hc_expand_mix_norm_quant(Tensor y, Tensor streams, Tensor last_pre, Tensor last_post, "
+          "Tensor last_comb, Tensor fn, Tensor base, Tensor scale, int sinkhorn_iters, float hc_eps, float norm_eps, "
+          "Tensor norm_weight, Tensor(a!) workspace, Tensor(b!) out, Tensor(c!) x, Tensor(d!) codes, Tensor(e!) codes_scale, "
+          "Tensor(f!) pre, Tensor(g!) post, Tensor(h!) comb) -> ()");
     m.def("elementwise_hc_collapse(Tensor streams, Tensor pre, Tensor(a!) out) -> ()");
     m.def("elementwise_hc_collapse_norm(Tensor streams, Tensor pre, Tensor weight, float eps, Tensor(a!) out) -> ()");
     m.def("elementwise_hc_collapse_norm_quant(Tensor streams, Tensor pre, Tensor weight, float eps, Tensor(a!) out, "
@@ -257,15 +261,12 @@ inline void hc_mix(const Tensor& streams, const Tensor& fn, const Tensor& base, 
                              pre, post, comb, scope));
 }
 
-inline void hc_expand_mix(const Tensor& y, const Tensor& streams, const Tensor& last_pre, const Tensor& last_post,
-                          const Tensor& last_comb, const Tensor& fn, const Tensor& base, const Tensor& scale,
-                          int64_t sinkhorn_iters, double hc_eps, double norm_eps, const Tensor& workspace, const Tensor& out,
-                          const Tensor& x, const Tensor& pre, const Tensor& post, const Tensor& comb) {
-    constexpr const char* op = "elementwise.hc_expand_mix";
-    const DeviceScope scope(streams);
+inline HcExpandMixParams expand_mix_params(const char* op, const Tensor& y, const HcMixParams& mix, const Tensor& last_pre,
+                                           const Tensor& last_post, const Tensor& last_comb, const Tensor& out,
+                                           const Tensor& x, const DeviceScope& scope) {
     HcExpandMixParams p = {};
-    p.mix = mix_params(op, streams, fn, base, scale, sinkhorn_iters, hc_eps, norm_eps, workspace, pre, post, comb, scope);
-    const int64_t tokens = p.mix.num_tokens, n = p.mix.num_streams, width = p.mix.width;
+    p.mix = mix;
+    const int64_t tokens = mix.num_tokens, n = mix.num_streams, width = mix.width;
     MDI_CHECK(op, y, y.dim() == 2, "must be [T, N], got ", list_string(y.sizes()));
     p.y_stride = check_rows(op, "y", y, scope.device, tokens, width);
     check_dense(op, "last_pre", last_pre, scope.device, {ScalarType::Float}, {{"T", tokens}, {"n", n}}, 4);
@@ -279,7 +280,36 @@ inline void hc_expand_mix(const Tensor& y, const Tensor& streams, const Tensor& 
     p.comb = data<const float>(last_comb);
     p.out = data<bf16>(out);
     p.x = data<bf16>(x);
-    launch_hc_expand_mix(p);
+    return p;
+}
+
+inline void hc_expand_mix(const Tensor& y, const Tensor& streams, const Tensor& last_pre, const Tensor& last_post,
+                          const Tensor& last_comb, const Tensor& fn, const Tensor& base, const Tensor& scale,
+                          int64_t sinkhorn_iters, double hc_eps, double norm_eps, const Tensor& workspace, const Tensor& out,
+                          const Tensor& x, const Tensor& pre, const Tensor& post, const Tensor& comb) {
+    constexpr const char* op = "elementwise.hc_expand_mix";
+    const DeviceScope scope(streams);
+    const HcMixParams mix = mix_params(op, streams, fn, base, scale, sinkhorn_iters, hc_eps, norm_eps, workspace, pre, post,
+                                       comb, scope);
+    launch_hc_expand_mix(expand_mix_params(op, y, mix, last_pre, last_post, last_comb, out, x, scope), nullptr);
+}
+
+inline void hc_expand_mix_norm_quant(const Tensor& y, const Tensor& streams, const Tensor& last_pre, const Tensor& last_post,
+                                     const Tensor& last_comb, const Tensor& fn, const Tensor& base, const Tensor& scale,
+                                     int64_t sinkhorn_iters, double hc_eps, double norm_eps, const Tensor& norm_weight,
+                                     const Tensor& workspace, const Tensor& out, const Tensor& x, const Tensor& codes,
+                                     const Tensor& codes_scale, const Tensor& pre, const Tensor& post, const Tensor& comb) {
+    constexpr const char* op = "elementwise.hc_expand_mix_norm_quant";
+    const DeviceScope scope(streams);
+    const HcMixParams mix = mix_params(op, streams, fn, base, scale, sinkhorn_iters, hc_eps, norm_eps, workspace, pre, post,
+                                       comb, scope);
+    const HcExpandMixParams p = expand_mix_params(op, y, mix, last_pre, last_post, last_comb, out, x, scope);
+    check_width(op, "streams", mix.width, kQuantGroup, kMaxCollapseWidth);
+    RowParams row = row_source(op, x, scope);
+    add_norm(op, row, norm_weight, norm_eps, scope);
+    add_out(op, row, x, scope);
+    add_quant(op, row, codes, codes_scale, scope);
+    launch_hc_expand_mix(p, &row);
 }
 
 inline void hc_collapse(const Tensor& streams, const Tensor& pre, const Tensor& out) {
@@ -351,6 +381,7 @@ inline void implement_elementwise(Library& m) {
     m.impl("elementwise_rope", TORCH_BOX(&rope));
     m.impl("elementwise_hc_mix", TORCH_BOX(&hc_mix));
     m.impl("elementwise_hc_expand_mix", TORCH_BOX(&hc_expand_mix));
+    m.impl("elementwise_hc_expand_mix_norm_quant", TORCH_BOX(&hc_expand_mix_norm_quant));
     m.impl("elementwise_hc_collapse", TORCH_BOX(&hc_collapse));
     m.impl("elementwise_hc_collapse_norm", TORCH_BOX(&hc_collapse_norm));
     m.impl("elementwise_hc_collapse_norm_quant", TORCH_BOX(&hc_collapse_norm_quant));

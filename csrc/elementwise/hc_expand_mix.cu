@@ -2,8 +2,8 @@
 //     R'[i] = bf16( post[i] * y + sum_j comb[j, i] * R[j] )      expand the previous sublayer's output
 //     x     = bf16( sum_s pre[s] * R'[s] )                       collapse with the previous sublayer's pre
 //     raw   = fn . R',  sum of R'^2                              partial sums of the next coefficients
-// followed by two small kernels: the coefficients from the partial sums (hc_mix.cu) and, in the row pass of
-// rmsnorm_quant.cu, the norm and quantisation of x. pre, post and comb of the previous sublayer are known before this pass,
+// The coefficients follow from the partial sums in a second kernel (hc_mix.cu); with a norm weight that kernel's other blocks
+// do the norm and quantisation of x (the row pass of rmsnorm_quant.cu), which hides the latency of the sinkhorn. pre, post and comb of the previous sublayer are known before this pass,
 // so the streams are read once and written once: (2n + 2) N * 2 bytes a token, against (4n + 2) N * 2 for the separate ops.
 //
 // Layout as in hc_mix.cu (fn's planes of a 320-column slice in shared memory, warps streaming tiles of tokens), with tiles of
@@ -14,6 +14,7 @@
 // hc_collapse and hc_mix. out may be streams: a lane reads its columns of a token before it writes them, and nobody else
 // touches them. Shared memory at n = 4: 184.5 + 14 KiB. Limits: those of hc_mix. T-independent and deterministic as hc_mix.
 #include "elementwise/hc_mix.cuh"
+#include "elementwise/row_pass.cuh"
 
 namespace mdi::elementwise {
 namespace {
@@ -47,11 +48,11 @@ MDI_DEVICE void read_row(const HcExpandMixParams& p, int64_t token, int column, 
 #pragma unroll
     for (int s = 0; s < kStreams; ++s) read.stream[s][r] = make_uint4(0, 0, 0, 0);
     if (column >= mix.width || token >= mix.num_tokens) return;
-    read.y[r] = *reinterpret_cast<const uint4*>(p.y + token * p.y_stride + column);
+    read.y[r] = load_of_line(p.y + token * p.y_stride + column);
     const bf16* source = mix.streams + token * kStreams * mix.width + column;
 #pragma unroll
     for (int s = 0; s < kStreams; ++s)
-        read.stream[s][r] = *reinterpret_cast<const uint4*>(source + static_cast<int64_t>(s) * mix.width);
+        read.stream[s][r] = load_of_line(source + static_cast<int64_t>(s) * mix.width);
 }
 
 // The tile's coefficients into the warp's part of shared memory; zero for tokens past T.
@@ -163,8 +164,28 @@ __global__ void __launch_bounds__(kMixThreads, 1) hc_expand_mix_kernel(HcExpandM
     }
 }
 
+constexpr int kFinishChunks = 2;  // as in launch_row up to kMaxCollapseWidth columns
+constexpr int kFinishMaxThreads = kMaxCollapseWidth / kVector / kFinishChunks;
+
+// Every stride-th block makes coefficients, a warp a token, so that they run beside the rows from the first to the last wave;
+// the other blocks norm and quantise rows.
 template <int kStreams>
-void launch_streams(const HcExpandMixParams& p) {
+__global__ void __launch_bounds__(kFinishMaxThreads)
+hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient_blocks, int stride) {
+    __shared__ float sum_scratch[kMaxRowWarps];
+    __shared__ uint32_t max_scratch[kMaxRowWarps];
+    const int block = static_cast<int>(blockIdx.x);
+    if (block % stride != 0 || block / stride >= coefficient_blocks) {
+        const int before = min_of(coefficient_blocks, ceil_div(block, stride));  // coefficient blocks before this one
+        return row_pass<kFinishChunks, false>(row, block - before, sum_scratch, max_scratch);
+    }
+    const int warps = static_cast<int>(blockDim.x * blockDim.y) / 32;
+    const int64_t token = static_cast<int64_t>(block / stride) * warps + (threadIdx.y * blockDim.x + threadIdx.x) / 32;
+    if (token < mix.num_tokens) make_coefficients<kStreams>(mix, num_slices, token);  // whole warps
+}
+
+template <int kStreams>
+void launch_streams(const HcExpandMixParams& p, const RowParams* row) {
     const int num_slices = ceil_div(p.mix.width, kSlice);
     const int64_t num_tiles = ceil_div<int64_t>(p.mix.num_tokens, kPassTokens);
     const int block_tiles = tiles_per_block(num_tiles, num_slices);
@@ -173,18 +194,26 @@ void launch_streams(const HcExpandMixParams& p) {
            {dim3(blocks, static_cast<unsigned>(num_slices)), dim3(kMixThreads), PassTraits<kStreams>::kPassSmemBytes,
             p.mix.stream},
            p, block_tiles);
+    if (p.mix.num_tokens == 0) return;
+    if (row == nullptr) return launch_hc_coefficients(p.mix);
+    const int threads = row_threads<kFinishChunks>(row->width), rows = rows_per_block(threads);
+    const auto coefficient_blocks = static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, threads * rows / 32));
+    const auto num_blocks = static_cast<int>(coefficient_blocks + ceil_div<int64_t>(p.mix.num_tokens, rows));
+    launch("elementwise.hc_expand_mix finish", hc_finish_kernel<kStreams>,
+           {dim3(static_cast<unsigned>(num_blocks)), dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows)), 0,
+            p.mix.stream},
+           p.mix, *row, num_slices, coefficient_blocks, num_blocks / coefficient_blocks);
 }
 
 }  // namespace
 
-void launch_hc_expand_mix(const HcExpandMixParams& p) {
+void launch_hc_expand_mix(const HcExpandMixParams& p, const RowParams* row) {
     switch (p.mix.num_streams) {
-        case 1: launch_streams<1>(p); break;
-        case 2: launch_streams<2>(p); break;
-        case 3: launch_streams<3>(p); break;
-        default: launch_streams<4>(p);
+        case 1: return launch_streams<1>(p, row);
+        case 2: return launch_streams<2>(p, row);
+        case 3: return launch_streams<3>(p, row);
+        default: return launch_streams<4>(p, row);
     }
-    launch_hc_coefficients(p.mix);
 }
 
 }  // namespace mdi::elementwise

@@ -34,7 +34,7 @@ MDI_DEVICE void load_rows(const HcMixParams& p, int64_t first_token, int stream,
     for (int r = 0; r < 2 * kMixRowTiles; ++r) {
         rows[r] = make_uint4(0, 0, 0, 0);
         if (column < p.width && first_token + g + 8 * r < p.num_tokens)
-            rows[r] = *reinterpret_cast<const uint4*>(source + static_cast<int64_t>(8 * r) * kStreams * p.width);
+            rows[r] = load_of_line(source + static_cast<int64_t>(8 * r) * kStreams * p.width);
     }
 }
 
@@ -77,65 +77,12 @@ __global__ void __launch_bounds__(kMixThreads, 1) hc_mix_kernel(HcMixParams p, i
     }
 }
 
-MDI_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-
-// Lane 2n + j*n + i gives logit C0[j, i] and gets comb[j, i]; the other lanes take part in the shuffles only.
-template <int kStreams>
-MDI_DEVICE float sinkhorn(float logit, int iters, float eps) {
-    constexpr int kFirst = 2 * kStreams;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int element = min_of(max_of(lane - kFirst, 0), kStreams * kStreams - 1);
-    const int row = kFirst + element / kStreams * kStreams, column = kFirst + element % kStreams;  // their first lanes
-    const auto row_sum = [&](float x) {
-        float sum = __shfl_sync(kFullWarp, x, row);
-#pragma unroll
-        for (int i = 1; i < kStreams; ++i) sum += __shfl_sync(kFullWarp, x, row + i);
-        return sum;
-    };
-    const auto column_sum = [&](float x) {
-        float sum = __shfl_sync(kFullWarp, x, column);
-#pragma unroll
-        for (int j = 1; j < kStreams; ++j) sum += __shfl_sync(kFullWarp, x, column + j * kStreams);
-        return sum;
-    };
-    float largest = __shfl_sync(kFullWarp, logit, row);
-#pragma unroll
-    for (int i = 1; i < kStreams; ++i) largest = fmaxf(largest, __shfl_sync(kFullWarp, logit, row + i));
-    float x = expf(logit - largest);
-    x = x / row_sum(x) + eps;
-    x = x / (column_sum(x) + eps);
-    for (int iter = 1; iter < iters; ++iter) {
-        x = x / (row_sum(x) + eps);
-        x = x / (column_sum(x) + eps);
-    }
-    return x;
-}
-
 constexpr int kFinishThreads = 128;
 
 template <int kStreams>
 __global__ void __launch_bounds__(kFinishThreads) hc_coefficients_kernel(HcMixParams p, int num_slices) {
-    using T = MixTraits<kStreams>;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
     const int64_t token = static_cast<int64_t>(blockIdx.x) * (kFinishThreads / 32) + threadIdx.x / 32;
-    if (token >= p.num_tokens) return;  // whole warps
-    // lanes past the square sum repeat it
-    const float* partial = p.partial + token * T::kPartial + min_of(lane, T::kRows);
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int slice = 0; slice < num_slices; ++slice) sum += partial[static_cast<int64_t>(slice) * p.num_tokens * T::kPartial];
-    const float square = __shfl_sync(kFullWarp, sum, T::kRows);
-    const float rstd = 1.0f / sqrtf(square / static_cast<float>(kStreams * p.width) + p.norm_eps);
-    const int mix = min_of(lane, T::kNumMixes - 1);
-    const int group = mix < kStreams ? 0 : (mix < 2 * kStreams ? 1 : 2);
-    const float logit = fmaf(rounded_product(sum, rstd), p.scale[group], p.base[mix]);
-    const float comb = sinkhorn<kStreams>(logit, p.sinkhorn_iters, p.hc_eps);
-    if (lane < kStreams)
-        p.pre[token * kStreams + lane] = sigmoid(logit) + p.hc_eps;
-    else if (lane < 2 * kStreams)
-        p.post[token * kStreams + lane - kStreams] = 2.0f * sigmoid(logit);
-    else if (lane < T::kNumMixes)
-        p.comb[token * kStreams * kStreams + lane - 2 * kStreams] = comb;
+    if (token < p.num_tokens) make_coefficients<kStreams>(p, num_slices, token);  // whole warps
 }
 
 template <int kStreams>

@@ -1,5 +1,5 @@
-// What the two projection kernels of the hyper-connections share (hc_mix.cu, hc_expand_mix.cu): fn split into three bf16
-// planes in shared memory, the tensor-core step, and the partial sums. See hc_mix.cu for the scheme. The order of every
+// What hc_mix.cu and hc_expand_mix.cu share: fn split into three bf16 planes in shared memory, the tensor-core step, the
+// partial sums, and the coefficients made of them. See hc_mix.cu for the scheme. The order of every
 // sum is the same in both, so that their coefficients have the same bits.
 #pragma once
 #include "common/launch.h"
@@ -45,7 +45,7 @@ MDI_DEVICE void load_planes(const HcMixParams& p, int first_column, bf16* planes
     using T = MixTraits<kStreams>;
     constexpr int kPerRow = kSlice / 4;
     constexpr int kItems = T::kRows * kStreams * kPerRow;
-#pragma unroll 5
+#pragma unroll 10
     for (int item = threadIdx.x; item < kItems; item += kMixThreads) {
         const int column = item % kPerRow * 4, stream = item / kPerRow % kStreams, row = item / (kPerRow * kStreams);
         float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -139,6 +139,64 @@ MDI_DEVICE void store_partial(const HcMixParams& p, int64_t first_token, Accumul
                             acc.sum[r / 2][c][r % 2 * 2 + 1] + acc.rest[r / 2][c][r % 2 * 2 + 1]);
         if (t == 0) target[T::kRows] = square;
     }
+}
+
+MDI_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// Lane 2n + j*n + i gives logit C0[j, i] and gets comb[j, i]; the other lanes take part in the shuffles only.
+template <int kStreams>
+MDI_DEVICE float sinkhorn(float logit, int iters, float eps) {
+    constexpr int kFirst = 2 * kStreams;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int element = min_of(max_of(lane - kFirst, 0), kStreams * kStreams - 1);
+    const int row = kFirst + element / kStreams * kStreams, column = kFirst + element % kStreams;  // their first lanes
+    const auto row_sum = [&](float x) {
+        float sum = __shfl_sync(kFullWarp, x, row);
+#pragma unroll
+        for (int i = 1; i < kStreams; ++i) sum += __shfl_sync(kFullWarp, x, row + i);
+        return sum;
+    };
+    const auto column_sum = [&](float x) {
+        float sum = __shfl_sync(kFullWarp, x, column);
+#pragma unroll
+        for (int j = 1; j < kStreams; ++j) sum += __shfl_sync(kFullWarp, x, column + j * kStreams);
+        return sum;
+    };
+    float largest = __shfl_sync(kFullWarp, logit, row);
+#pragma unroll
+    for (int i = 1; i < kStreams; ++i) largest = fmaxf(largest, __shfl_sync(kFullWarp, logit, row + i));
+    float x = expf(logit - largest);
+    x = x / row_sum(x) + eps;
+    x = x / (column_sum(x) + eps);
+    for (int iter = 1; iter < iters; ++iter) {
+        x = x / (row_sum(x) + eps);
+        x = x / (column_sum(x) + eps);
+    }
+    return x;
+}
+
+// A warp makes one token's coefficients from the partial sums, slices in order; lane 2n + j*n + i holds comb[j, i].
+template <int kStreams>
+MDI_DEVICE void make_coefficients(const HcMixParams& p, int num_slices, int64_t token) {
+    using T = MixTraits<kStreams>;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    // lanes past the square sum repeat it
+    const float* partial = p.partial + token * T::kPartial + min_of(lane, T::kRows);
+    float sum = 0.0f;
+#pragma unroll 8
+    for (int slice = 0; slice < num_slices; ++slice) sum += partial[static_cast<int64_t>(slice) * p.num_tokens * T::kPartial];
+    const float square = __shfl_sync(kFullWarp, sum, T::kRows);
+    const float rstd = 1.0f / sqrtf(square / static_cast<float>(kStreams * p.width) + p.norm_eps);
+    const int mix = min_of(lane, T::kNumMixes - 1);
+    const int group = mix < kStreams ? 0 : (mix < 2 * kStreams ? 1 : 2);
+    const float logit = fmaf(rounded_product(sum, rstd), p.scale[group], p.base[mix]);
+    const float comb = sinkhorn<kStreams>(logit, p.sinkhorn_iters, p.hc_eps);
+    if (lane < kStreams)
+        p.pre[token * kStreams + lane] = sigmoid(logit) + p.hc_eps;
+    else if (lane < 2 * kStreams)
+        p.post[token * kStreams + lane - kStreams] = 2.0f * sigmoid(logit);
+    else if (lane < T::kNumMixes)
+        p.comb[token * kStreams * kStreams + lane - 2 * kStreams] = comb;
 }
 
 // As many tiles a block as keep about 128 blocks: fewer blocks split fn less often. A warp takes every eighth tile of its

@@ -63,7 +63,7 @@ class Attention:
         self.compressor = Compressor(config, profile, plan, weights, table) if plan.owns_kv else None
         self.indexer = Indexer(config, profile, plan, weights, table) if plan.owns_kv or plan.owns_selection else None
 
-    def _split_groups(self, codes: torch.Tensor, scale: torch.Tensor, name: str) -> list[Fp8Weight] | list[torch.Tensor]:
+    def _split_groups(self, codes: torch.Tensor, scale: torch.Tensor, name: str) -> list[Fp8Weight | torch.Tensor]:
         """wo_a as one weight per group: FP8 under the production profile, else exact in the compute dtype (spec 4.7)."""
         rank = self.config.o_lora_rank
         if self.profile.wo_a == "bf16":
@@ -72,14 +72,13 @@ class Attention:
         tiles = scale.split(rank // 32)
         return [Fp8Weight(part, tile, f"{name}[{g}]") for g, (part, tile) in enumerate(zip(codes.split(rank), tiles))]
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """x [T, N], the normed input, to [T, N]."""
-        config, plan, batch = self.config, self.plan, step.batch
+    def __call__(self, act: Activation, step: Step) -> torch.Tensor:
+        """The normed input [T, N] to [T, N]."""
+        config, plan, batch, x = self.config, self.plan, step.batch, act.x
         window = step.caches.window[plan.index]
         with stage("attention.project"):
-            act = Activation(x, self.profile)
-            low_rank = elementwise.rmsnorm(fp8_linear(act, self.wq_a), self.q_norm, config.rms_norm_eps)
-            query = Activation(low_rank, self.profile)
+            low_rank = fp8_linear(act, self.wq_a)
+            query = Activation.normed(low_rank, self.q_norm, config.rms_norm_eps, self.profile, folded=True)
             q = fp8_linear(query, self.wq_b).view(x.shape[0], config.num_attention_heads, config.head_dim)
             q = elementwise.rope(q, batch.positions, self.table, out=q)
             kv = elementwise.rmsnorm(fp8_linear(act, self.wkv), self.kv_norm, config.rms_norm_eps)
@@ -113,5 +112,5 @@ class Attention:
             if isinstance(weight, Fp8Weight):
                 z[:, g] = fp8_linear(Activation(o[:, g].contiguous(), self.profile, quantise=True), weight)
             else:
-                z[:, g] = linear(o[:, g], weight, self.profile)
+                linear(o[:, g], weight, self.profile, out=z[:, g])
         return z.flatten(1)

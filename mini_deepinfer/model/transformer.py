@@ -16,26 +16,76 @@ from mini_deepinfer.model.moe import MoE
 from mini_deepinfer.model.rope import RopeTables
 from mini_deepinfer.model.step import Step, Trace
 from mini_deepinfer.ops import elementwise
-from mini_deepinfer.ops.linear import linear
+from mini_deepinfer.ops.linear import Activation, linear
 from mini_deepinfer.parallel import ExpertParallel
 from mini_deepinfer.stages import stage
 from mini_deepinfer.weights import Weights
 
 
 class HyperConnection:
-    """One site's coefficients: how the streams are collapsed for the NEXT sublayer and how this one's output is spread (spec 3.3)."""
+    """One site's weights: how the streams are collapsed for the NEXT sublayer and how this one's output is spread (spec 3.3)."""
 
     def __init__(self, config: ModelConfig, layer: int, site: str, weights: Weights) -> None:
-        self.config = config
         name = f"layers.{layer}.hc_{site}"
-        self.fn, self.base, self.scale = (weights.tensors[f"{name}_{part}"] for part in ("fn", "base", "scale"))
+        fn, base, scale = (weights.tensors[f"{name}_{part}"] for part in ("fn", "base", "scale"))
+        self.arguments = (fn, base, scale, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
 
-    def __call__(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """streams [T, n, N] to pre [T, n], post [T, n], comb [T, n, n], float32."""
-        config = self.config
-        return elementwise.hc_mix(
-            streams, self.fn, self.base, self.scale, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
+
+class Residual:
+    """The residual streams [T, n, N] between two sublayers.
+
+    pre [T, n], post [T, n], comb [T, n, n] are the coefficients of the last site; its sublayer's output y waits to be spread over the
+    streams until the next site reads them, so that one pass over the streams does both (spec 3.2).
+    """
+
+    def __init__(self, streams: torch.Tensor, pre: torch.Tensor) -> None:
+        self._streams, self.pre = streams, pre
+        self._pending: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # y, post, comb
+
+    def streams(self) -> torch.Tensor:
+        """The streams with the last sublayer's output in them."""
+        if self._pending is not None:
+            y, post, comb = self._pending
+            self._streams, self._pending = elementwise.hc_expand(y, self._streams, post, comb), None
+        return self._streams
+
+    def replace(self, streams: torch.Tensor) -> None:
+        """Other streams, with everything in them (engram)."""
+        self._streams, self._pending = streams, None
+
+    def enter(self, site: HyperConnection, norm: torch.Tensor, profile: NumericProfile, *, folded: bool) -> Activation:
+        """The next sublayer's input: the streams collapsed with the LAST site's coefficients, normed and quantised.
+
+        This site's coefficients become the current ones. folded: as in Activation.normed.
+        """
+        eps = site.arguments[-1]
+        if self._pending is None:
+            x = elementwise.hc_collapse(self._streams, self.pre)
+            self.pre, self.post, self.comb = elementwise.hc_mix(self._streams, *site.arguments)
+            return Activation.normed(x, norm, eps, profile, folded=folded)
+        (y, post, comb), self._pending = self._pending, None
+        if not profile.activation_quant:
+            self._streams, x, self.pre, self.post, self.comb = elementwise.hc_expand_mix(
+                y, self._streams, self.pre, post, comb, *site.arguments
+            )
+            return Activation.normed(x, norm, eps, profile, folded=folded)
+        folded = folded and Activation.folds(y)
+        self._streams, x, codes, scale, self.pre, self.post, self.comb = elementwise.hc_expand_mix_norm_quant(
+            y, self._streams, self.pre, post, comb, *site.arguments, norm, folded=folded
         )
+        return Activation.quantised(x, codes, scale, profile, folded=folded)
+
+    def leave(self, y: torch.Tensor) -> None:
+        """The sublayer's output y [T, N], to be spread with this site's post and comb."""
+        self._pending = (y, self.post, self.comb)
+
+    def select(self, rows: torch.Tensor) -> Residual:
+        """The same state for some tokens."""
+        part = Residual(self._streams[rows], self.pre[rows])
+        if self._pending is not None:
+            y, post, comb = self._pending
+            part._pending = (y[rows], post[rows], comb[rows])
+        return part
 
 
 class Block:
@@ -50,7 +100,7 @@ class Block:
         tables: RopeTables,
         parallel: ExpertParallel,
     ) -> None:
-        self.config, self.index = config, plan.index
+        self.config, self.profile, self.index = config, profile, plan.index
         self.engram = Engram(config, profile, plan, weights) if plan.engram is not None else None
         self.hc_attn = HyperConnection(config, plan.index, "attn", weights)
         self.hc_ffn = HyperConnection(config, plan.index, "ffn", weights)
@@ -59,28 +109,30 @@ class Block:
         self.attn = Attention(config, profile, plan, weights, tables.for_ratio(plan.ratio))
         self.ffn = MoE(config, profile, plan, weights, parallel)
 
-    def __call__(self, streams: torch.Tensor, pre: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """streams [T, n, N] and the collapse coefficients of the previous sublayer; the same two for the next block."""
-        step.record("streams", self.index, streams)
+    def __call__(self, residual: Residual, step: Step) -> None:
+        """Carry the residual streams through this layer."""
+        if step.trace is not None:
+            step.record("streams", self.index, residual.streams())
         if self.engram is not None:
             with stage("engram"):
-                streams = self.engram(streams, step.engram_rows[self.index])
-            step.record("engram_out", self.index, streams)
-        streams, pre = self._sublayer("attn", self.hc_attn, self.attn_norm, self.attn, streams, pre, step)
-        return self._sublayer("ffn", self.hc_ffn, self.ffn_norm, self.ffn, streams, pre, step)
+                residual.replace(self.engram(residual.streams(), step.engram_rows[self.index]))
+            step.record("engram_out", self.index, residual.streams())
+        with stage("hc"):
+            act = residual.enter(self.hc_attn, self.attn_norm, self.profile, folded=True)
+        self._leave("attn", act, self.attn(act, step), residual, step)
+        with stage("hc"):
+            act = residual.enter(self.hc_ffn, self.ffn_norm, self.profile, folded=False)
+        self._leave("ffn", act, self.ffn(act, step), residual, step)
 
-    def _sublayer(self, name, site, norm, body, streams, pre, step) -> tuple[torch.Tensor, torch.Tensor]:
-        """The streams are collapsed with the PREVIOUS sublayer's coefficients; this site's are handed on."""
-        with stage("hc"):
-            next_pre, post, comb = site(streams)
-            x = elementwise.rmsnorm(elementwise.hc_collapse(streams, pre), norm, self.config.rms_norm_eps)
-        y = body(x, step)
-        for part, tensor in (("in", x), ("out", y)):
-            step.record(f"{name}_{part}", self.index, tensor)
-        for part, tensor in (("pre", next_pre), ("post", post), ("comb", comb)):
-            step.record(f"hc_{name}_{part}", self.index, tensor)
-        with stage("hc"):
-            return elementwise.hc_expand(y, streams, post, comb), next_pre
+    def _leave(self, name: str, act: Activation, y: torch.Tensor, residual: Residual, step: Step) -> None:
+        residual.leave(y)
+        if step.trace is not None:
+            named = {"in": act.x, "out": y}
+            coefficients = {"pre": residual.pre, "post": residual.post, "comb": residual.comb}
+            for part, tensor in named.items():
+                step.record(f"{name}_{part}", self.index, tensor)
+            for part, tensor in coefficients.items():
+                step.record(f"hc_{name}_{part}", self.index, tensor)
 
 
 @contextmanager
@@ -129,7 +181,7 @@ class Model:
 
     def _forward(self, batch: PrefillBatch, trace: Trace | None) -> torch.Tensor:
         config = self.config
-        step = Step(batch, self.caches, self.parallel.gather_counts(batch.num_tokens), trace)
+        step = Step(batch, self.caches, self.parallel.gather_counts(batch.num_tokens), trace, self.parallel.rank)
         for block in self.blocks:
             if block.engram is not None:
                 step.engram_rows[block.index] = block.engram.prefetch(batch.engram_rows, self.device)
@@ -138,11 +190,12 @@ class Model:
             streams = embedded[:, None].repeat(1, config.hc_mult, 1)
             pre = torch.zeros(batch.num_tokens, config.hc_mult, device=self.device)
             pre[:, 0] = 1.0
+            residual = Residual(streams, pre)
         for block in self.blocks:
-            streams, pre = block(streams, pre, step)
+            block(residual, step)
         with stage("head"):
-            rows = batch.output_rows
-            x = elementwise.hc_collapse(streams[rows], pre[rows])
+            last = residual.select(batch.output_rows)
+            x = elementwise.hc_collapse(last.streams(), last.pre)
             hidden = elementwise.rmsnorm(x, self.norm, config.rms_norm_eps)
             step.record("final_hidden", config.num_hidden_layers, hidden)
             return linear(hidden, self.head, self.profile, torch.float32)

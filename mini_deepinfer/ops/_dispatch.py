@@ -47,6 +47,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "elementwise.hc_collapse_norm_quant": ("portable",),
     "elementwise.hc_expand": ("portable",),
     "elementwise.hc_expand_mix": ("portable",),
+    "elementwise.hc_expand_mix_norm_quant": ("portable",),
     "elementwise.engram_gate": ("portable",),
     #
     # -- attention
@@ -58,7 +59,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     # -- indexer
     "indexer.write_keys": ("portable",),
     "indexer.quant_query": ("portable",),
-    "indexer.logits": ("portable",),
+    "indexer.logits": ("sm90", "portable"),
     "indexer.candidate_blocks": ("portable",),
     "indexer.candidate_logits": ("portable",),
     "indexer.topk": ("portable",),

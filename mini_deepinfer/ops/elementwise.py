@@ -519,6 +519,24 @@ def hc_expand(
     return out
 
 
+def _check_expand_mix(
+    op: str, y: Tensor, streams: Tensor, last_pre: Tensor, last_post: Tensor, last_comb: Tensor, site: tuple
+) -> None:
+    _check_mix(op, streams, *site)
+    tokens, n, width = streams.shape
+    _check(op, "y", y, (streams.dtype,), {"T": tokens, "N": width}, streams)
+    _check(op, "last_pre", last_pre, _F32, {"T": tokens, "n": n}, streams)
+    _check(op, "last_post", last_post, _F32, {"T": tokens, "n": n}, streams)
+    _check(op, "last_comb", last_comb, _F32, {"T": tokens, "n": n, "n ": n}, streams)
+
+
+def _reference_expand_mix(
+    y: Tensor, streams: Tensor, last_pre: Tensor, last_post: Tensor, last_comb: Tensor, site: tuple, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    reference.hc_expand(y, streams, last_post, last_comb, out)
+    return out, reference.hc_collapse(out, last_pre), *reference.hc_mix(out, *site)
+
+
 def hc_expand_mix(
     y: Tensor,
     streams: Tensor,
@@ -555,27 +573,70 @@ def hc_expand_mix(
     Kernel: csrc/elementwise/hc_expand_mix.cu. Reference: the composition of the reference ops.
     """
     op = "elementwise.hc_expand_mix"
-    _check_mix(op, streams, fn, base, scale, sinkhorn_iters, hc_eps, norm_eps)
-    tokens, n, width = streams.shape
-    _check(op, "y", y, (streams.dtype,), {"T": tokens, "N": width}, streams)
-    _check(op, "last_pre", last_pre, _F32, {"T": tokens, "n": n}, streams)
-    _check(op, "last_post", last_post, _F32, {"T": tokens, "n": n}, streams)
-    _check(op, "last_comb", last_comb, _F32, {"T": tokens, "n": n, "n ": n}, streams)
+    site = (fn, base, scale, sinkhorn_iters, hc_eps, norm_eps)
+    _check_expand_mix(op, y, streams, last_pre, last_post, last_comb, site)
     out = _check_out(op, out, streams)
     impl = select(op, streams, impl=impl)
     if impl == "reference":
-        reference.hc_expand(y, streams, last_post, last_comb, out)
-        x = reference.hc_collapse(out, last_pre)
-        return out, x, *reference.hc_mix(out, fn, base, scale, sinkhorn_iters, hc_eps, norm_eps)
-    x = torch.empty((tokens, width), dtype=streams.dtype, device=streams.device)
-    workspace, *coefficients = _new_coefficients(streams)
+        return _reference_expand_mix(y, streams, last_pre, last_post, last_comb, site, out)
+    x = torch.empty(y.shape, dtype=streams.dtype, device=streams.device)
+    workspace, pre, post, comb = _new_coefficients(streams)
+    if streams.shape[0]:
+        call(op, impl, y, streams, last_pre, last_post, last_comb, *site, workspace, out, x, pre, post, comb)
+    return out, x, pre, post, comb
+
+
+def hc_expand_mix_norm_quant(
+    y: Tensor,
+    streams: Tensor,
+    last_pre: Tensor,
+    last_post: Tensor,
+    last_comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    sinkhorn_iters: int,
+    hc_eps: float,
+    norm_eps: float,
+    norm_weight: Tensor,
+    *,
+    folded: bool,
+    out: Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`hc_expand_mix` and `rmsnorm_quant` of its x: all the work between two sublayers, with the bits of the two ops.
+
+    Shapes, dtypes and limits: as hc_expand_mix; norm_weight [N] bfloat16 or float32, its eps is norm_eps;
+    N % 32 == 0, on CUDA N <= 10240.
+    Returns:
+        streams [T, n, N] (out, or a new tensor); x [T, N], the next sublayer's normed input; codes [T, N] float8_e4m3fn;
+        scale, [T, N/32] uint8 E8M0 bytes, or with folded=True [T] float32 row scales; the next site's pre, post, comb
+    Raises, determinism, workspace: as hc_mix.
+    Kernel: csrc/elementwise/hc_expand_mix.cu. Reference: the composition of the reference ops.
+    """
+    op = "elementwise.hc_expand_mix_norm_quant"
+    site = (fn, base, scale, sinkhorn_iters, hc_eps, norm_eps)
+    _check_expand_mix(op, y, streams, last_pre, last_post, last_comb, site)
+    tokens, _, width = streams.shape
+    _check_groups(op, "streams", width)
+    _check(op, "norm_weight", norm_weight, _COMPUTE, {"N": width}, streams)
+    out = _check_out(op, out, streams)
+    impl = select(op, streams, impl=impl)
+    if impl == "reference":
+        out, x, *coefficients = _reference_expand_mix(y, streams, last_pre, last_post, last_comb, site, out)
+        x = reference.rmsnorm(x, norm_weight, norm_eps)
+        codes, codes_scale = _reference_quant(x, folded)
+        pre, post, comb = coefficients
+        return out, x, codes, codes_scale, pre, post, comb
+    x = torch.empty(y.shape, dtype=streams.dtype, device=streams.device)
+    codes, codes_scale = _new_codes(streams, tokens, width, folded)
+    workspace, pre, post, comb = _new_coefficients(streams)
     if tokens:
         call(
-            op, impl, y, streams, last_pre, last_post, last_comb, fn, base, scale, sinkhorn_iters, hc_eps, norm_eps,
-            workspace, out, x, *coefficients,
+            op, impl, y, streams, last_pre, last_post, last_comb, *site, norm_weight, workspace,
+            out, x, codes, codes_scale, pre, post, comb,
         )  # fmt: skip
-    pre, post, comb = coefficients
-    return out, x, pre, post, comb
+    return out, x, codes, codes_scale, pre, post, comb
 
 
 # -- engram gate -------------------------------------------------------------------------------------------------------

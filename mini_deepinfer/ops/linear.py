@@ -2,8 +2,8 @@
 
 On the CPU the operands are dequantised exactly and multiplied in float32. On a GPU an FP8 projection is one library GEMM
 (`torch._scaled_mm`, slow accumulation) over operands whose power-of-two scales are folded into the E4M3 exponents, which leaves one
-scale per row: exact for weights whose scales spread over at most the E4M3 range inside a row (checked when the weight is made; a
-weight that is not exact is multiplied as bfloat16), and for activations above rowmax / 28,500.
+power-of-two scale per row (performance notes, "scale folding"). Values above rowmax / 28,500 stay exact, smaller ones are rounded at
+rowmax x 2.2e-6. A weight with a row in which that rounding is more than `FOLD_ERROR` of the row's norm is multiplied as bfloat16.
 
 A GPU library may choose another kernel for another number of rows, so a row's bits may depend on its batch there. With
 `NumericProfile.batch_invariant` every library call has `INVARIANT_ROWS` rows (the last one padded), as the CPU path always does.
@@ -18,11 +18,14 @@ import torch
 
 from mini_deepinfer.config import NumericProfile
 from mini_deepinfer.ops import elementwise, reference
+from mini_deepinfer.ops.reference import number_formats
 from mini_deepinfer.ops.reference.linear import dequant_block32
 
 logger = logging.getLogger(__name__)
 
 INVARIANT_ROWS = 256  # rows of every library call in batch-invariant mode
+FOLD_ERROR = 2.0**-12  # accepted relative error of a folded weight row; rounding an output to bfloat16 makes 2^-9.2
+_SMALLEST_AMAX = 2.0**-100  # a row of zeros still gets a finite scale
 _FOLD_ROWS = 2048  # rows folded at a time: bounds the float32 scratch
 
 
@@ -39,10 +42,36 @@ class Activation:
         self._groups: tuple[torch.Tensor, torch.Tensor] | None = None
         self._folded: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @classmethod
+    def normed(cls, x: torch.Tensor, weight: torch.Tensor, eps: float, profile: NumericProfile, *, folded: bool) -> Activation:
+        """RMSNorm of x [T, N], quantised in the same pass. folded: which form the first consumer wants on a GPU."""
+        if not profile.activation_quant:
+            return cls(elementwise.rmsnorm(x, weight, eps), profile)
+        folded = folded and cls.folds(x)
+        return cls.quantised(*elementwise.rmsnorm_quant(x, weight, eps, folded=folded), profile, folded=folded)
+
+    @classmethod
+    def quantised(
+        cls, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, profile: NumericProfile, *, folded: bool
+    ) -> Activation:
+        """From a kernel that has quantised x [T, N] already: scale is [T] float32 if folded, else [T, N/32] E8M0 bytes."""
+        act = cls(x, profile)
+        if folded:
+            act._folded = (codes, scale)
+        else:
+            act._groups = (codes, scale)
+        return act
+
+    @staticmethod
+    def folds(x: torch.Tensor) -> bool:
+        """Whether products of x run on row-scaled operands."""
+        return x.device.type == "cuda" and x.dtype == torch.bfloat16
+
     def groups(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """E4M3 codes [T, K] and one E8M0 byte per 32 columns [T, K/32]; (x, None) when activations are not quantised."""
-        if not self.quantise:
-            return self.x, None
+        return self._quantised() if self.quantise else (self.x, None)
+
+    def _quantised(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._groups is None:
             self._groups = elementwise.act_quant(self.x)
         return self._groups
@@ -57,7 +86,7 @@ class Activation:
         """The values the product sees, exact in float32 [T, K]."""
         if not self.quantise:
             return self.x.to(torch.float32)
-        return reference.number_formats.dequant_fp8_ue8m0(*self.groups())
+        return number_formats.dequant_fp8_ue8m0(*self._quantised())
 
 
 class Fp8Weight:
@@ -85,18 +114,20 @@ class Fp8Weight:
         """Dequantised [O, K], exact in float32 and bfloat16."""
         if self.folded is not None:
             codes, row_scale = self.folded
-            return (codes.to(torch.float32) * row_scale[:, None]).to(dtype)
+            return (codes.to(torch.float32) * row_scale[:, None]).to(dtype)  # what the GPU multiplies
         return dequant_block32(self.codes, self.scale, dtype)
 
 
 def _fold_weight(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """codes and one scale per row, or None where folding would change a value."""
+    """E4M3 codes [O, K] and one power-of-two scale per row [O], or None where a row would lose more than FOLD_ERROR."""
     folded, row_scales = [], []
     for start in range(0, codes.shape[0], _FOLD_ROWS):
         part = codes[start : start + _FOLD_ROWS]
-        groups = scale[start // 32 : (start + part.shape[0] + 31) // 32].repeat_interleave(32, 0)[: part.shape[0]]
-        new, row_scale = reference.elementwise.fold_scales(part, groups)
-        if not torch.equal(new.to(torch.float32) * row_scale[:, None], reference.number_formats.dequant_fp8_ue8m0(part, groups)):
+        values = dequant_block32(part, scale[start // 32 : (start + part.shape[0] + 31) // 32])
+        _, row_scale = number_formats.ceilpow2_scale(values.abs().amax(1), 1.0 / number_formats.FP8_MAX, _SMALLEST_AMAX)
+        new = number_formats.encode_e4m3(values / row_scale[:, None])
+        error = (new.to(torch.float32) * row_scale[:, None] - values).norm(dim=1)
+        if bool((error > FOLD_ERROR * values.norm(dim=1)).any()):
             return None
         folded.append(new.view(torch.uint8))
         row_scales.append(row_scale)
@@ -147,12 +178,20 @@ def _by_rows(product: Callable[..., torch.Tensor], batch_invariant: bool, *opera
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, profile: NumericProfile, out_dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    profile: NumericProfile,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [T, K] times a bfloat16 or float32 weight [O, K], float32 accumulation, one rounding to out_dtype (default: that of x).
 
-    float32 output from bfloat16 operands is exact up to the order of the sums.
+    float32 output from bfloat16 operands is exact up to the order of the sums. out [T, O] of x's dtype, rows may be strided.
     """
+    if out is not None:
+        if x.device.type == "cuda" and x.dtype == weight.dtype and x.shape[0] and not profile.batch_invariant:
+            return torch.mm(x, weight.t(), out=out)
+        return out.copy_(linear(x, weight, profile))
     out_dtype = x.dtype if out_dtype is None else out_dtype
     if x.device.type == "cpu" or x.dtype == torch.float32:
         return reference.linear.matmul(x, weight).to(out_dtype)

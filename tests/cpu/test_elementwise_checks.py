@@ -56,6 +56,11 @@ def valid(op: str) -> dict[str, Any]:
             "fn": f32(MIXES, STREAMS * N), "base": f32(MIXES), "scale": f32(3),
             "sinkhorn_iters": 20, "hc_eps": 1e-6, "norm_eps": 1e-20,
         },
+        "hc_expand_mix_norm_quant": {
+            "y": x, "streams": streams, "last_pre": pre, "last_post": pre, "last_comb": f32(T, STREAMS, STREAMS),
+            "fn": f32(MIXES, STREAMS * N), "base": f32(MIXES), "scale": f32(3),
+            "sinkhorn_iters": 20, "hc_eps": 1e-6, "norm_eps": 1e-20, "norm_weight": weight, "folded": True,
+        },
         "engram_gate": {
             "streams": streams, "z": bf16(T, (STREAMS + 1) * N), "q_weight": gate_weight, "k_weight": gate_weight,
             "eps": 1e-20,
@@ -65,7 +70,8 @@ def valid(op: str) -> dict[str, Any]:
 
 OPS = (
     "rmsnorm", "act_quant", "act_quant_folded", "rmsnorm_quant", "fold_scales", "rope", "hc_mix", "hc_collapse",
-    "hc_collapse_norm", "hc_collapse_norm_quant", "hc_expand", "hc_expand_mix", "engram_gate",
+    "hc_collapse_norm", "hc_collapse_norm_quant", "hc_expand", "hc_expand_mix",
+    "hc_expand_mix_norm_quant", "engram_gate",
 )  # fmt: skip
 
 # op, the argument that is wrong, the error, and what the message must name
@@ -120,6 +126,8 @@ WRONG: list[tuple[str, str, Callable[[], Any], type[Exception], str]] = [
     ("hc_expand_mix", "fn", lambda: f32(3, 4), ValueError, "fn must be"),
     ("hc_expand_mix", "sinkhorn_iters", lambda: 0, ValueError, "sinkhorn_iters must be >= 1"),
     ("hc_expand_mix", "out", lambda: bf16(T, N), ValueError, "out must be"),
+    ("hc_expand_mix_norm_quant", "norm_weight", lambda: bf16(N + 32), ValueError, "norm_weight must be"),
+    ("hc_expand_mix_norm_quant", "y", lambda: f32(T, N), TypeError, "y must be bfloat16"),
     ("engram_gate", "z", lambda: bf16(T, STREAMS * N), ValueError, r"z must be \[T=3, \(n\+1\)\*N=320\], got \[3, 256\]"),
     ("engram_gate", "q_weight", lambda: bf16(N), ValueError, r"q_weight must be \[n=4, N=64\]"),
     ("engram_gate", "k_weight", lambda: u8(STREAMS, N), TypeError, "k_weight must be"),

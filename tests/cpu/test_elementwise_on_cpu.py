@@ -65,6 +65,14 @@ def launch(op: str, impl: str, *args: Any) -> None:
     elif name in ("hc_expand", "hc_expand_mix"):
         y, streams, *rest = args
         run(name, *streams.shape, y, y.stride(0), streams, *rest)
+    elif name == "hc_expand_mix_norm_quant":
+        y, streams, *rest = args
+        *rest, weight, workspace, out, x, codes, scale, pre, post, comb = rest
+        folded = scale.dtype == torch.float32
+        run(
+            name, *streams.shape, y, y.stride(0), streams, *rest, weight, weight.dtype == torch.float32, workspace, out, x,
+            codes, None if folded else scale, scale if folded else None, pre, post, comb,
+        )  # fmt: skip
     elif name == "engram_gate":
         streams, z, *rest = args
         run(name, *streams.shape, streams, z, z.stride(0), *rest)
@@ -104,7 +112,7 @@ CASES: list[tuple[Callable, tuple]] = [
     (gpu.test_hc_expand_orientation, ()),
     *((gpu.test_hc_expand, (n, *shape)) for n in (1, 2, 3, 4) for shape in ((1, 8), (3, 5120), (33, 328))),
     (gpu.test_hc_exact_on_integers, ()),
-    *((gpu.test_hc_expand_mix_is_the_composition, (n, *shape)) for n in (1, 2, 3, 4) for shape in ((1, 64), (37, 8), (19, 360))),
+    *((gpu.test_hc_expand_mix_is_the_composition, (n, *shape)) for n in (1, 2, 3, 4) for shape in ((1, 64), (37, 8), (19, 352))),
     *((gpu.test_engram_gate, (n, *shape)) for n in (1, 2, 3, 4) for shape in ((1, 8), (3, 5120), (9, 328))),
     (gpu.test_engram_gate_of_zero_dot, ()),
     *((gpu.test_nothing_is_written_outside, shape) for shape in ((1, 32), (5, 1312))),

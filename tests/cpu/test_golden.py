@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mini_deepinfer.ops import reference
+from mini_deepinfer.ops.linear import Activation
 from tests.golden import AQ_MEAN, BF16_MAX, BF16_MEAN, NOISE_MAX, NOISE_MEAN, PROMPT_LENGTHS, Runner, golden
 
 
@@ -117,10 +118,10 @@ def test_block_teacher_forced(layer):
         def __init__(self, block) -> None:
             self.index, self.engram, self.block = block.index, block.engram, block
 
-        def __call__(self, given, pre, step):
-            out, pre = self.block(streams[self.index][None], pre, step)
-            seen[self.index] = out
-            return out, pre
+        def __call__(self, residual, step):
+            residual.replace(streams[self.index][None])
+            self.block(residual, step)
+            seen[self.index] = residual.streams()
 
     run.model.blocks = [Forced(block) for block in blocks]
     try:
@@ -139,8 +140,8 @@ def run_layers(run: Runner, prefix: str) -> dict[tuple[str, int], torch.Tensor]:
     g, seen = golden(), {}
 
     def force(layer: int, name: str, body):
-        def forced(x, step):
-            out = body(g[f"L7.{prefix}.{name}_in.{layer}"], step)
+        def forced(act, step):
+            out = body(Activation(g[f"L7.{prefix}.{name}_in.{layer}"], run.profile), step)
             seen[f"{name}_out", layer] = out
             return g[f"L7.{prefix}.{name}_out.{layer}"]
 

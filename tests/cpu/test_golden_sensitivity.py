@@ -11,6 +11,7 @@ import torch
 from mini_deepinfer.model import attention as attention_module
 from mini_deepinfer.model import transformer
 from mini_deepinfer.ops import attention, elementwise, reference
+from mini_deepinfer.ops.linear import Activation
 from tests.golden import NOISE_MEAN, Runner, golden
 
 
@@ -46,23 +47,19 @@ def no_inverse_rope(patch: pytest.MonkeyPatch, run: Runner) -> None:
 
 
 def comb_transposed(patch: pytest.MonkeyPatch, run: Runner) -> None:
-    original = elementwise.hc_expand
-    patch.setattr(transformer.elementwise, "hc_expand", lambda y, s, post, comb: original(y, s, post, comb.transpose(1, 2).contiguous()))
+    original = reference.elementwise.hc_expand
+    patch.setattr(reference.elementwise, "hc_expand", lambda y, s, post, comb, out=None: original(y, s, post, comb.transpose(1, 2), out))
 
 
 def own_pre_mix(patch: pytest.MonkeyPatch, run: Runner) -> None:
-    def collapse(streams, pre):
-        return reference.elementwise.hc_collapse(streams, run.latest_pre if run.latest_pre is not None else pre)
+    """Every site collapses with its own coefficients instead of the last site's."""
 
-    original = elementwise.hc_mix
+    def enter(residual, site, norm, profile, *, folded):
+        streams = residual.streams()
+        residual.pre, residual.post, residual.comb = elementwise.hc_mix(streams, *site.arguments)
+        return Activation.normed(elementwise.hc_collapse(streams, residual.pre), norm, 1e-20, profile, folded=folded)
 
-    def mix(*args):
-        result = original(*args)
-        run.latest_pre = result[0]
-        return result
-
-    patch.setattr(transformer.elementwise, "hc_mix", mix)
-    patch.setattr(transformer.elementwise, "hc_collapse", collapse)
+    patch.setattr(transformer.Residual, "enter", enter)
 
 
 def mean_pooling(patch: pytest.MonkeyPatch, run: Runner) -> None:

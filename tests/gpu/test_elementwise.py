@@ -441,6 +441,16 @@ def test_hc_expand_mix_is_the_composition(cuda: torch.device, n: int, tokens: in
     assert got[0] is in_place
     for name, out, want in zip(names, got, wanted):
         assert_bitwise(out, want, f"hc_expand_mix in place {name}")
+    if width % 32:
+        return
+    weight = normal(g, width).to(cuda)
+    for folded in (False, True):
+        got = elementwise.hc_expand_mix_norm_quant(
+            y, streams, last_pre, last_post, last_comb, *site, weight, folded=folded, impl="portable"
+        )
+        full = (wanted[0], *elementwise.rmsnorm_quant(wanted[1], weight, EPS, folded=folded), *wanted[2:])
+        for name, out, want in zip(("streams", "x", "codes", "scale", "pre", "post", "comb"), got, full):
+            assert_bitwise(out, want, f"hc_expand_mix_norm_quant {name}")
 
 
 # -- engram gate ----------------------------------------------------------------------------------------------------
@@ -521,6 +531,9 @@ def every_op(tokens: int, width: int = 320, n: int = 4) -> tuple[tuple[Tensor, .
             "hc_expand_mix": lambda r, h, st, z, p, c, pos, q, qs: e.hc_expand_mix(
                 r, st, p, p, c, f, b, s, 20, 1e-6, EPS
             ),
+            "hc_expand_mix_norm_quant": lambda r, h, st, z, p, c, pos, q, qs: e.hc_expand_mix_norm_quant(
+                r, st, p, p, c, f, b, s, 20, 1e-6, EPS, w, folded=True
+            ),
             "engram_gate": lambda r, h, st, z, p, c, pos, q, qs: (e.engram_gate(st, z, gw, gw, EPS),),
         }
 
@@ -529,7 +542,8 @@ def every_op(tokens: int, width: int = 320, n: int = 4) -> tuple[tuple[Tensor, .
 
 
 OPS = ("rmsnorm", "act_quant", "act_quant_folded", "rmsnorm_quant", "fold_scales", "rope", "hc_mix", "hc_collapse",
-       "hc_collapse_norm", "hc_collapse_norm_quant", "hc_expand", "hc_expand_mix", "engram_gate")  # fmt: skip
+       "hc_collapse_norm", "hc_collapse_norm_quant", "hc_expand", "hc_expand_mix",
+       "hc_expand_mix_norm_quant", "engram_gate")  # fmt: skip
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -578,6 +592,9 @@ def test_nothing_is_written_outside(cuda: torch.device, tokens: int, width: int)
         ("hc_expand", (x, streams, pre, comb), [(full, bf)]),
         ("hc_expand_mix", (x, streams, pre, pre, comb, fn, base, scale, 20, 1e-6, EPS),
          [((floats,), f32), (full, bf), (row, bf), ((tokens, n), f32), ((tokens, n), f32), ((tokens, n, n), f32)]),
+        ("hc_expand_mix_norm_quant", (x, streams, pre, pre, comb, fn, base, scale, 20, 1e-6, EPS, weight),
+         [((floats,), f32), (full, bf), (row, bf), (row, f8), (groups, u8), ((tokens, n), f32), ((tokens, n), f32),
+          ((tokens, n, n), f32)]),
         ("engram_gate", (streams, z, gate_weight, gate_weight, EPS), [(full, bf)]),
     ]  # fmt: skip
     for op, args, outputs in runs:
@@ -585,7 +602,7 @@ def test_nothing_is_written_outside(cuda: torch.device, tokens: int, width: int)
         call(f"elementwise.{op}", "portable", *args, *(c.tensor for c in canaries))
         for canary in canaries:
             canary.check()
-        if op not in ("hc_mix", "hc_expand_mix"):  # every output byte is written: a second run over other bytes agrees
+        if "mix" not in op:  # every output byte is written: a second run over other bytes agrees
             first = [c.tensor.clone() for c in canaries]
             for canary in canaries:
                 canary.tensor.view(torch.uint8).fill_(0x5A)

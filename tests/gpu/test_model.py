@@ -62,18 +62,19 @@ def test_blocks_teacher_forced_against_the_cpu(cuda, activation_quant):
         def __init__(self, block) -> None:
             self.index, self.engram, self.block = block.index, block.engram, block
 
-        def __call__(self, streams, pre, step):
-            inputs[self.index] = (streams, pre)
-            outputs[self.index] = self.block(streams, pre, step)
-            return outputs[self.index]
+        def __call__(self, residual, step):
+            inputs[self.index] = (residual.streams(), residual.pre)
+            self.block(residual, step)
+            outputs[self.index] = (residual.streams(), residual.pre)
 
     got = {}
 
     class Forced(Recorder):
-        def __call__(self, streams, pre, step):
-            forced, forced_pre = inputs[self.index]
-            got[self.index] = self.block(forced.cuda(), forced_pre.cuda(), step)
-            return got[self.index]
+        def __call__(self, residual, step):
+            streams, residual.pre = (part.cuda() for part in inputs[self.index])
+            residual.replace(streams)
+            self.block(residual, step)
+            got[self.index] = (residual.streams(), residual.pre)
 
     for run, wrapper in ((cpu, Recorder), (gpu, Forced)):
         blocks = run.model.blocks
@@ -86,9 +87,11 @@ def test_blocks_teacher_forced_against_the_cpu(cuda, activation_quant):
         update = streams.float() - inputs[index][0].float()
         error = got[index][0].cpu().float() - streams.float()
         relative = error.norm(dim=(1, 2)) / update.norm(dim=(1, 2))
-        # a token whose cache row, selection or FP8 code rounds the other way may move; most tokens agree to bf16 rounding
-        assert relative.median() <= 6e-3, f"block {index}: median {relative.median():.2e}"
-        assert relative.quantile(0.9) <= 8e-2, f"block {index}: 90 % {relative.quantile(0.9):.2e}"
+        # Unquantised, tokens agree to bf16 rounding. Quantised, the bf16 ulp in which the two sides differ turns about 4 % of the FP8
+        # codes by one step of 6 to 12 %, that is some 2 % of an update; the exact check is the one of the single ops.
+        median, high = (6e-2, 0.2) if activation_quant else (6e-3, 8e-2)
+        assert relative.median() <= median, f"block {index}: median {relative.median():.2e}"
+        assert relative.quantile(0.9) <= high, f"block {index}: 90 % {relative.quantile(0.9):.2e}"
         assert (got[index][1].cpu() - pre).abs().median() <= 1e-4
 
 
@@ -135,12 +138,12 @@ def test_loopback_does_rank_zeros_work(cuda, world):
     profile = NumericProfile(torch.bfloat16, True)
     weights = load_weights(TINY_A, config, rank=0, world=world, device="cuda")
     full = load_weights(TINY_A, config, device="cuda")
-    parallel = Loopback(world)
+    parallel = Loopback(world, config.n_routed_experts)
     g = torch.Generator().manual_seed(1)
     x = torch.randn(37, config.hidden_size, generator=g).bfloat16().cuda()
     moe = MoE(config, profile, config.layers[3], weights, parallel)
     counts = parallel.gather_counts(37)
-    got = moe(x, Step(None, None, counts))
+    got = moe(Activation(x, profile), Step(None, None, counts))
     ids, route_weights = moe.gate(x)
     codes, scale = Activation(x, profile).groups()
     local = len(expert_range(config.n_routed_experts, world, 0))
