@@ -48,11 +48,11 @@ MDI_DEVICE void read_row(const HcExpandMixParams& p, int64_t token, int column, 
 #pragma unroll
     for (int s = 0; s < kStreams; ++s) read.stream[s][r] = make_uint4(0, 0, 0, 0);
     if (column >= mix.width || token >= mix.num_tokens) return;
-    read.y[r] = *reinterpret_cast<const uint4*>(p.y + token * p.y_stride + column);
+    read.y[r] = load_of_line(p.y + token * p.y_stride + column);
     const bf16* source = mix.streams + token * kStreams * mix.width + column;
 #pragma unroll
     for (int s = 0; s < kStreams; ++s)
-        read.stream[s][r] = *reinterpret_cast<const uint4*>(source + static_cast<int64_t>(s) * mix.width);
+        read.stream[s][r] = load_of_line(source + static_cast<int64_t>(s) * mix.width);
 }
 
 // The tile's coefficients into the warp's part of shared memory; zero for tokens past T.

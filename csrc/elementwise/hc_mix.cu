@@ -34,7 +34,7 @@ MDI_DEVICE void load_rows(const HcMixParams& p, int64_t first_token, int stream,
     for (int r = 0; r < 2 * kMixRowTiles; ++r) {
         rows[r] = make_uint4(0, 0, 0, 0);
         if (column < p.width && first_token + g + 8 * r < p.num_tokens)
-            rows[r] = *reinterpret_cast<const uint4*>(source + static_cast<int64_t>(8 * r) * kStreams * p.width);
+            rows[r] = load_of_line(source + static_cast<int64_t>(8 * r) * kStreams * p.width);
     }
 }
 

@@ -1,6 +1,7 @@
 // Eight bf16 values in a 16-byte register group, and the arithmetic around them. Runs on host and device.
 #pragma once
 #include "common/number_formats.cuh"
+#include "elementwise/elementwise.h"
 
 namespace mdi::elementwise {
 
@@ -64,6 +65,20 @@ MDI_HOST_DEVICE uint2 fold_e4m3x8(const uint2& codes, int byte, int row_byte) {
                     static_cast<uint32_t>(e4m3x2_encode(even_value(high) * ratio, odd_value(high) * ratio)) << 16;
     }
     return make_uint2(folded[0], folded[1]);
+}
+
+// 16 bytes of a 128-byte line whose other parts this warp reads a little later: the whole line is fetched into L2 at once,
+// and L1 is left to what is reused. Not the read-only path: the kernel may write the same address afterwards.
+MDI_DEVICE uint4 load_of_line(const bf16* source) {
+#if defined(__CUDA_ARCH__)
+    uint4 v;  // PTX: ld.global.L1::no_allocate.L2::128B
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(source));
+    return v;
+#else
+    return *reinterpret_cast<const uint4*>(source);
+#endif
 }
 
 }  // namespace mdi::elementwise

@@ -452,7 +452,9 @@ __global__ void __launch_bounds__(kThreads, 1) candidate_blocks_kernel(TopkParam
 template <class Kernel>
 void launch_select(const char* op, Kernel kernel, const TopkParams& p, int num_items) {
     const bool mapped = num_items <= kMaxMapped;
-    const size_t smem = mapped ? kCapacity * 8 + static_cast<size_t>(ceil_div(num_items, 32)) * 8 : 0;
+    // the launcher raises the kernel's limit only for more than 48 KiB of dynamic memory; the static part counts too
+    const size_t needed = kCapacity * 8 + static_cast<size_t>(ceil_div(num_items, 32)) * 8;
+    const size_t smem = mapped ? (needed + sizeof(Shared) > 48 * 1024 ? max_of<size_t>(needed, 48 * 1024 + 16) : needed) : 0;
     launch(op, kernel, {dim3(static_cast<unsigned>(p.num_tokens)), dim3(kThreads), smem, p.stream}, p, mapped);
 }
 
