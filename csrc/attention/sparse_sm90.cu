@@ -5,9 +5,10 @@
 // to expand 32,768 elements about 1,000 of each scheduler. Packed rows from L2: 18 (FP4) or 33 KiB (FP8), a third of bf16
 // keys. 10 steps a token, 31 tokens an SM: 0.39 ms at 1.755 GHz if the three overlap.
 //
-// One persistent block per SM walks over (token, 64 heads) items; three warpgroups:
+// One persistent block per SM walks over (token, 64 heads) items; three warpgroups (a fourth would leave ptxas too few
+// registers for m64n256):
 //   producer (warpgroup 2, 104 registers): fetches packed rows by index into registers, a step ahead, and expands them to
-//     bf16 in the free one of two K tiles; loads Q of the next item once the last S of this one is done.
+//     bf16 in the free one of two K tiles; loads Q of the next item once the last S of this one is done;
 //   consumers (warpgroups 0 and 1, 200 registers): step b belongs to consumer b % 2, which makes S = Q K^T (m64n64k16) and
 //     the softmax, and hands P (bf16) and the running maximum to the other through shared memory. Both add P V to their half
 //     of O (64 heads x 256 dims, m64n256k16; own P from registers, the other's from shared memory). So one consumer's
@@ -157,9 +158,10 @@ struct Cursor {
 // The row of a step that one producer lane serves, with the lane beside it: lanes 2r and 2r + 1 of a warp have the left and
 // the right 32 columns of every atom of row r of the warp's 16.
 struct LaneRow {
-    const uint8_t* from;  // the packed row, nullptr = skipped
-    bool window;          // a window row; false when skipped
-    uint32_t valid;       // bit per row of the warp
+    const uint8_t* codes[2];  // the lane's two 16-byte pieces of the first atom (window row: or half atom); + 64 for the next
+    const uint8_t* scales;
+    bool any, window;         // the row is there; it is a window row
+    uint32_t valid;           // bit per row of the warp
 
     // Starts the index load; the rest follows in `settle`, after other work.
     MDI_DEVICE static int load(const SparseParams& params, const Cursor& at, int slot) {
@@ -169,12 +171,16 @@ struct LaneRow {
         if (pick >= at.lanes.num_compressed) return -1;
         return params.compressed_idx[static_cast<int64_t>(at.lanes.token_idx) * params.num_picks + pick];
     }
-    MDI_DEVICE void settle(const SparseParams& params, int idx, int slot) {
+    MDI_DEVICE void settle(const SparseParams& params, int idx, int slot, int half) {
         const bool in_window = slot < params.num_window;
         const int limit = in_window ? params.num_window_rows : params.num_compressed_rows;
         const bool ok = static_cast<uint32_t>(idx) < static_cast<uint32_t>(limit);
-        const uint8_t* pool = in_window ? params.window : params.compressed;
-        from = ok ? pool + static_cast<int64_t>(idx) * (in_window ? kWindowRowBytes : kCompressedRowBytes) : nullptr;
+        const uint8_t* row = (in_window ? params.window + static_cast<int64_t>(idx) * kWindowRowBytes
+                                        : params.compressed + static_cast<int64_t>(idx) * kCompressedRowBytes);
+        codes[0] = row + half * (in_window ? 32 : 16);
+        codes[1] = codes[0] + (in_window ? 16 : 32);
+        scales = row + (in_window ? kHeadDim : kHeadDim / 2);
+        any = ok;
         window = ok && in_window;
         uint32_t bits = __ballot_sync(~0u, ok) & 0x55555555u;  // both lanes of a row agree: keep the even bits
         bits = (bits | bits >> 1) & 0x33333333u;
@@ -184,33 +190,33 @@ struct LaneRow {
     }
 };
 
-// A lane's bytes of its row, fetched one step ahead. Compressed row: 16 bytes (32 codes) of each atom, and all 32 scales.
-// Window row: 32 bytes of each of four atoms, the other four follow when these are used; and all 16 scales.
+// A lane's bytes of its row: the registers are refilled for the next step's row as this one's are used up, so a whole step is
+// on its way all the time. codes[8 * (piece % 4)..] is a piece of 64 row bytes, half of them the lane's: two atoms of a
+// compressed row (four pieces), one atom of a window row (eight pieces, the last four follow the first).
 struct Packed {
     uint32_t codes[32], scales[8];
 
-    MDI_DEVICE void load16(uint32_t* to, const uint8_t* from) {
+    MDI_DEVICE static void load16(uint32_t* to, const uint8_t* from) {
         const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
         to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
     }
-    MDI_DEVICE void load_window_atom(const uint8_t* row, int atom, int half) {
-        load16(codes + atom % 4 * 8, row + atom * 64 + half * 32);
-        load16(codes + atom % 4 * 8 + 4, row + atom * 64 + half * 32 + 16);
-    }
-    MDI_DEVICE void start(const LaneRow& row, int half) {
-        if (row.window) {
-#pragma unroll
-            for (int atom = 0; atom < kAtoms / 2; ++atom) load_window_atom(row.from, atom, half);
-            load16(scales, row.from + kHeadDim);
-        } else if (row.from != nullptr) {
-#pragma unroll
-            for (int atom = 0; atom < kAtoms; ++atom) load16(codes + atom * 4, row.from + atom * 32 + half * 16);
-            load16(scales, row.from + kHeadDim / 2);
-            load16(scales + 4, row.from + kHeadDim / 2 + 16);
-        } else {  // reads nothing: scale 0 makes any left-over FP4 code 0
-#pragma unroll
-            for (int i = 0; i < 8; ++i) scales[i] = 0;
+    MDI_DEVICE void load(const LaneRow& row, int piece) {
+        if (row.any) {
+            load16(codes + piece % 4 * 8, row.codes[0] + piece * 64);
+            load16(codes + piece % 4 * 8 + 4, row.codes[1] + piece * 64);
         }
+    }
+    // A skipped row reads nothing: scale 0 makes any left-over FP4 code 0.
+    MDI_DEVICE void load_scales(const LaneRow& row) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) scales[i] = 0;
+        if (row.any) load16(scales, row.scales);
+        if (row.any && !row.window) load16(scales + 4, row.scales + 16);
+    }
+    MDI_DEVICE void start(const LaneRow& row) {
+        load_scales(row);
+#pragma unroll
+        for (int piece = 0; piece < 4; ++piece) load(row, piece);
     }
 };
 
@@ -226,25 +232,32 @@ struct TileWriter {
     MDI_DEVICE void store(int atom, int i, const uint4& v) const { *reinterpret_cast<uint4*>(chunk[i] + atom * kAtomBytes) = v; }
 };
 
-MDI_DEVICE void write_compressed_row(const TileWriter& to, const Packed& from, int half) {
+MDI_DEVICE void write_compressed_row(const TileWriter& to, Packed& from, const LaneRow& next, int half) {
 #pragma unroll
     for (int atom = 0; atom < kAtoms; ++atom) {
         uint32_t factor[2];
         fp4_factors(from.scales[atom] >> (16 * half), factor);
 #pragma unroll
         for (int i = 0; i < 4; ++i) to.store(atom, i, expand_fp4(from.codes[atom * 4 + i], factor[i / 2]));
+        if (atom % 2 == 1) from.load(next, atom / 2);
     }
+    from.load_scales(next);
 }
 
-MDI_DEVICE void write_window_row(const TileWriter& to, Packed& from, const uint8_t* row, int half) {
+MDI_DEVICE void write_window_row(const TileWriter& to, Packed& from, const LaneRow& row, const LaneRow& next, int half) {
 #pragma unroll
     for (int atom = 0; atom < kAtoms; ++atom) {
         const uint32_t factor = fp8_factor(from.scales[atom / 2] >> (16 * (atom % 2) + 8 * half) & 0xffu);
         const uint32_t* codes = from.codes + atom % 4 * 8;
 #pragma unroll
         for (int i = 0; i < 4; ++i) to.store(atom, i, expand_fp8(codes[2 * i], codes[2 * i + 1], factor));
-        if (atom < kAtoms / 2) from.load_window_atom(row, atom + kAtoms / 2, half);
+        if (atom < 4) {
+            from.load(row, atom + 4);
+        } else {
+            from.load(next, atom - 4);
+        }
     }
+    from.load_scales(next);
 }
 
 MDI_DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
@@ -277,6 +290,7 @@ struct Producer {
         }
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
+#pragma unroll 4
         for (int head = thread / 64; head < kHeads; head += 2) {
             uint4* at = reinterpret_cast<uint4*>(to + atom_offset(head, chunk % 8));
             uint4 v = make_uint4(0, 0, 0, 0);
@@ -300,12 +314,12 @@ struct Producer {
         // Three steps are under way: one in registers, the row numbers of the next known, those of the one after that on their
         // way.
         LaneRow row, next_row;
-        row.settle(params, LaneRow::load(params, at, at.step * kSlots + tile_row), at.step * kSlots + tile_row);
+        row.settle(params, LaneRow::load(params, at, at.step * kSlots + tile_row), at.step * kSlots + tile_row, half);
         Cursor ahead = at;
         ahead.advance(params);
-        next_row.settle(params, LaneRow::load(params, ahead, ahead.step * kSlots + tile_row), ahead.step * kSlots + tile_row);
+        next_row.settle(params, LaneRow::load(params, ahead, ahead.step * kSlots + tile_row), ahead.step * kSlots + tile_row, half);
         Packed packed = {};
-        packed.start(row, half);
+        packed.start(row);
 
         int item_count = 0;
         for (int b = 0; !at.done(params); ++b) {
@@ -318,19 +332,18 @@ struct Producer {
             ptx::mbarrier_wait(address_of(&shared.empty[buffer]), (b >> 1 & 1) ^ 1);
             const TileWriter to(shared.k[buffer], tile_row, half);
             if (row.window) {
-                write_window_row(to, packed, row.from, half);
+                write_window_row(to, packed, row, next_row, half);
             } else {
-                write_compressed_row(to, packed, half);
+                write_compressed_row(to, packed, next_row, half);
             }
             __syncwarp();
             if (lane == 0) reinterpret_cast<uint16_t*>(shared.valid[buffer])[warp] = static_cast<uint16_t>(row.valid);
-            ptx::fence_proxy_async();  // wgmma reads what the stores above wrote
             __syncwarp();
+            // The fence between these stores and the wgmma that reads them is the consumer's: here it would wait for the loads
+            // of the next step.
             if (lane == 0) ptx::mbarrier_arrive(address_of(&shared.full[buffer]));
-            // The next step's bytes are fetched only now: the fence would wait for them.
             row = next_row;
-            packed.start(row, half);
-            next_row.settle(params, idx_ahead, slot_ahead);
+            next_row.settle(params, idx_ahead, slot_ahead, half);
             if (step == 0) load_query(item, item_count++);
         }
     }
@@ -376,11 +389,10 @@ struct Consumer {
 
     // The other consumer's step b: waits for its P, adjusts to its maximum and starts O += P V.
     MDI_DEVICE void start_other(int b, bool started) {
-        const int parity = b >> 1 & 1;
-        ptx::mbarrier_wait(address_of(&shared.p_ready[other]), parity);
+        ptx::mbarrier_wait(address_of(&shared.p_ready[other]), b >> 1 & 1);
+        ptx::fence_proxy_async();
         const float new_max[2] = {shared.row_max[other][row], shared.row_max[other][row + 8]};
         rescale(new_max, started);
-        ptx::mbarrier_wait(address_of(&shared.full[other]), parity);  // complete already; orders this thread after the producer
         const Descriptor p(shared.p[other], 16), v = values(other);
         fence_registers(o);
         wgmma_fence();
@@ -394,6 +406,7 @@ struct Consumer {
     // S = Q K^T of this consumer's own step b
     MDI_DEVICE void start_scores(float (&s)[kSlots / 2], int b) const {
         ptx::mbarrier_wait(address_of(&shared.full[group]), b >> 1 & 1);
+        ptx::fence_proxy_async();  // the producer's stores to K, for the wgmma of both consumers (p_ready orders the other)
         const Descriptor q(shared.q, 16), k(shared.k[group], 16);
         fence_registers(s);
         wgmma_fence();
@@ -617,7 +630,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
             ptx::mbarrier_init(address_of(&shared.empty[i]), 8);           // a lane of each consumer warp
             ptx::mbarrier_init(address_of(&shared.p_ready[i]), 4);         // a lane of each warp of consumer i
         }
-        ptx::mbarrier_init(address_of(&shared.q_full), 4);
+        ptx::mbarrier_init(address_of(&shared.q_full), 4);                 // a lane of each producer warp
         ptx::mbarrier_init(address_of(&shared.q_empty), 8);
         ptx::fence_mbarrier_init();
     }
