@@ -10,6 +10,7 @@
 // A block of 4 warps takes one token and up to 2048 of its columns; a warp takes every fourth group of 16 columns, with
 // the next group's rows already in flight. The token's query rows stay in registers as B fragments (64 at 32 heads).
 // Groups without a visible entry are filled without reading. Limits: those of logits.cu; any block size. No shared memory.
+// SASS: HMMA
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/ptx_sm80.cuh"
