@@ -6,11 +6,13 @@ Peak memory while loading is the weights plus one staging buffer per reader thre
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +22,10 @@ from mini_deepinfer.checkpoint import Checkpoint, CheckpointReport, check_checkp
 from mini_deepinfer.config import ModelConfig
 from mini_deepinfer.tensor_table import TensorSpec, expert_range, tensor_table
 
+_host: Any
 try:
-    from mini_deepinfer import _host  # type: ignore[attr-defined]
-except ImportError:
+    _host = importlib.import_module("mini_deepinfer._host")
+except ImportError:  # not built: numpy gathers the rows
     _host = None
 
 __all__ = ["CheckpointReport", "EngramTable", "Weights", "check_checkpoint", "dummy_weights", "load_weights"]

@@ -79,8 +79,6 @@ def parse_log(source: str, text: str) -> Report:
             kernel.registers = int(match[1])
             if smem := re.search(r"(\d+) bytes smem", line):
                 kernel.smem = int(smem[1])
-        elif "-Wunknown-pragmas" in line:  # the host compiler's view of #pragma unroll
-            continue
         elif re.search(r"\(C7\d{3}\)|warning", line, re.IGNORECASE):
             report.notes.append(f"{source}: {line.strip()}")
     return report

@@ -18,6 +18,7 @@
 // A lane that is negative, at or past compressed_len, or outside the pool is never read through: its row is zeros and
 // its score -inf. A token without a valid lane gives 0. Results depend on nothing but the token itself.
 // Limits: D = 512, H <= 128. E4M3 conversion needs sm_89 or later.
+// SASS: HMMA
 #include <cuda_bf16.h>
 
 #include "attention/attention.h"

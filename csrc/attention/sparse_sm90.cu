@@ -24,6 +24,7 @@
 //
 // A lane that is negative, at or past compressed_len, or outside the pool is never read through: zero row, score -inf. A
 // token without a valid lane gives 0. Results depend on nothing but the token itself. Limits: D = 512, H <= 128.
+// SASS: HGMMA
 #include <cuda_bf16.h>
 
 #include "attention/attention.h"

@@ -13,6 +13,7 @@
 // Every part does the arithmetic of its own op in the same order: R', x and the coefficients have the bits of hc_expand,
 // hc_collapse and hc_mix. out may be streams: a lane reads its columns of a token before it writes them, and nobody else
 // touches them. Shared memory at n = 4: 184.5 + 14 KiB. Limits: those of hc_mix. T-independent and deterministic as hc_mix.
+// SASS: HMMA
 #include "elementwise/hc_mix.cuh"
 #include "elementwise/row_pass.cuh"
 

@@ -18,6 +18,7 @@
 // The order of every sum is a function of N and n alone: coefficients do not depend on T or on the other tokens.
 // Memory-bound: the streams are read once (2 n N bytes a token), partial sums are 2 * 4 * 32 bytes a slice and token.
 // Limits: n <= 4, N % 8 == 0. NaN or Inf in a token's streams makes that token's coefficients NaN.
+// SASS: HMMA
 #include "elementwise/hc_mix.cuh"
 
 namespace mdi::elementwise {

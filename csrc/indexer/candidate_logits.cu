@@ -16,6 +16,7 @@
 //
 // The token's query rows stay in registers as B fragments (64 at 32 heads). Groups without a visible entry are filled
 // without reading. Shared memory: 38 KiB a block of 4 warps (staged). Limits: those of logits.cu; any block size.
+// SASS: HMMA
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/ptx_sm80.cuh"

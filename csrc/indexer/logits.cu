@@ -20,6 +20,7 @@
 // of output staging = 42.5 + 4 KiB (Hi = 32). Registers: 128 of B fragments, 32 of accumulators; one block an SM.
 // Limits: Hi <= 64, Di 64 or 128, any T, any num_cols, any page size; a token with seq < 0 is all -inf. Rows of the pool
 // that no query can see may hold anything.
+// SASS: HMMA
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/ptx_sm80.cuh"

@@ -15,7 +15,7 @@ from mini_deepinfer.ops import reference
 from mini_deepinfer.tiny_checkpoint import preset_config, write_tiny_checkpoint
 from tests.golden import Runner
 
-PROMPT = np.array([0, 17, 300, 42, 9, 9, 123, 77, 5, 200, 81, 33, 34, 35, 400, 8, 61, 62, 63, 64, 65, 7, 250] + list(range(100, 117)))
+PROMPT = np.array([0, 17, 300, 42, 9, 9, 123, 77, 5, 200, 81, 33, 34, 35, 400, 8, 61, 62, 63, 64, 65, 7, 250, *range(100, 117)])
 TOLERANCE = 1e-5
 
 
