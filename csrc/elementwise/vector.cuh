@@ -67,17 +67,13 @@ MDI_HOST_DEVICE uint2 fold_e4m3x8(const uint2& codes, int byte, int row_byte) {
     return make_uint2(folded[0], folded[1]);
 }
 
-// 16 bytes of a 128-byte line whose other parts this warp reads a little later: the whole line is fetched into L2 at once,
-// and L1 is left to what is reused. Not the read-only path: the kernel may write the same address afterwards.
-MDI_DEVICE uint4 load_of_line(const bf16* source) {
+// 16 bytes that nobody reads before the cache has turned over: they leave L2 first.
+MDI_DEVICE void store_evict_first(bf16* target, const uint4& v) {
 #if defined(__CUDA_ARCH__)
-    uint4 v;  // PTX: ld.global.L1::no_allocate.L2::128B
-    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(source));
-    return v;
+    // PTX: st.global.cs
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 #else
-    return *reinterpret_cast<const uint4*>(source);
+    *reinterpret_cast<uint4*>(target) = v;
 #endif
 }
 
