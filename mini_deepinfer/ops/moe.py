@@ -99,12 +99,12 @@ def permute(ids: Tensor, first_expert: int, num_local: int, *, impl: str | None 
     impl = select(op, ids, impl=impl)
     if impl == "reference":
         return reference.permute(ids, first_expert, num_local)
-    *outs, counts = _permute_outputs(ids, num_local)
-    call(op, impl, ids, first_expert, num_local, *outs, counts)
-    return tuple(outs)
+    row_of_slot, slot_of_row, offsets, counts = _permute_outputs(ids, num_local)
+    call(op, impl, ids, first_expert, num_local, row_of_slot, slot_of_row, offsets, counts)
+    return row_of_slot, slot_of_row, offsets
 
 
-def _permute_outputs(ids: Tensor, num_local: int) -> tuple[Tensor, ...]:
+def _permute_outputs(ids: Tensor, num_local: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """row_of_slot, slot_of_row, offsets and the workspace, uninitialised."""
     slots = ids.numel()
     slot_of_row = torch.empty(slots, dtype=torch.int32, device=ids.device)
@@ -139,10 +139,12 @@ def dispatch(
         live = slot_of_row >= 0
         token_of_row = torch.div(slot, max(k, 1), rounding_mode="floor").to(torch.int32) * live
         return row_of_slot, slot_of_row, offsets, token_of_row, weights.flatten()[slot.long()] * live
-    *outs, counts = _permute_outputs(ids, num_local)
-    outs += [torch.empty_like(outs[1]), torch.empty(ids.numel(), dtype=torch.float32, device=ids.device)]
+    row_of_slot, slot_of_row, offsets, counts = _permute_outputs(ids, num_local)
+    token_of_row = torch.empty_like(slot_of_row)
+    row_weight = torch.empty(ids.numel(), dtype=torch.float32, device=ids.device)
+    outs = (row_of_slot, slot_of_row, offsets, token_of_row, row_weight)
     call("moe.dispatch", impl, ids, weights, first_expert, num_local, *outs, counts)
-    return tuple(outs)
+    return outs
 
 
 def weight_row_scale(weight_scale: Tensor, weight: Tensor | None = None) -> tuple[Tensor, bool]:
