@@ -17,9 +17,10 @@
 //     the softmax, and hands P (bf16) and the running maximum to the other through shared memory. Both add P V to their half
 //     of O (64 heads x 256 dims, m64n256k16; own P from registers, the other's from shared memory). So one consumer's
 //     softmax runs under the other's products.
-// Barriers (mbarrier; a phase per use): full[2] K tile written; empty[2] both consumers are done with it; p_ready[2] P and
-// maximum of a step published (they are free again when full[] of the step after next completes, because that needs
-// empty[]); q_full, q_empty per item.
+// Barriers (mbarrier; a phase per use): full[2][4] two atoms of a K tile written: S follows the producer through the tile;
+// empty[2][2] consumer c is done with the tile, whose half of the atoms is then free, because only its values are in there and
+// S was complete before; p_ready[2] P and maximum of a step published (they are free again when the last full[] of the step
+// after next completes, because that needs both empty[]); q_full, q_empty per item.
 //
 // Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, statistics and barriers 1.6 KiB = 209.6 KiB. Tiles are atoms of 64
 // columns (128 bytes a row) under the 128-byte swizzle: K-major for Q, K in S and P, MN-major for V = the same K tile.
@@ -51,6 +52,7 @@ constexpr int kConsumerRegisters = 200, kProducerRegisters = 104;
 constexpr int kAtomBytes = 64 * 128;                  // 64 rows of 64 bf16 columns
 constexpr int kAtoms = kHeadDim / 64;
 constexpr int kTileBytes = kAtoms * kAtomBytes;
+constexpr int kQuarters = 4;                          // parts of a K tile, two atoms each: S starts on the first
 constexpr int kHalfDims = kHeadDim / kConsumers;      // dims of O a consumer owns
 constexpr int kWarpRows = kSlots / 4;                 // rows of a step a producer warp expands
 constexpr float kLog2e = 1.4426950408889634f;
@@ -64,7 +66,7 @@ struct SharedStorage {
     float row_max[kConsumers][kHeads];      // running maximum after the consumer's latest step
     float row_sum[2][kConsumers][kHeads];   // by parity of the item
     uint32_t valid[2][2];                   // bit s: slot s of the step may be seen
-    uint64_t full[2], empty[2], p_ready[kConsumers], q_full, q_empty;
+    uint64_t full[2][kQuarters], empty[2][kConsumers], p_ready[kConsumers], q_full, q_empty;
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
@@ -237,21 +239,24 @@ struct TileWriter {
     MDI_DEVICE void store(int atom, int i, const uint4& v) const { *reinterpret_cast<uint4*>(chunk[i] + atom * kAtomBytes) = v; }
 };
 
-MDI_DEVICE void write_compressed_row(const TileWriter& to, Packed& from, const LaneRow& next, int half) {
+// Both write the two atoms of a quarter and refill the registers that they empty.
+template <int kQuarter>
+MDI_DEVICE void write_compressed(const TileWriter& to, Packed& from, const LaneRow& next, int half) {
 #pragma unroll
-    for (int atom = 0; atom < kAtoms; ++atom) {
+    for (int atom = 2 * kQuarter; atom < 2 * kQuarter + 2; ++atom) {
         uint32_t factor[2];
         fp4_factors(from.scales[atom] >> (16 * half), factor);
 #pragma unroll
         for (int i = 0; i < 4; ++i) to.store(atom, i, expand_fp4(from.codes[atom * 4 + i], factor[i / 2]));
-        if (atom % 2 == 1) from.load(next, atom / 2);
     }
-    from.load_scales(next);
+    from.load(next, kQuarter);
+    if (kQuarter == kQuarters - 1) from.load_scales(next);
 }
 
-MDI_DEVICE void write_window_row(const TileWriter& to, Packed& from, const LaneRow& row, const LaneRow& next, int half) {
+template <int kQuarter>
+MDI_DEVICE void write_window(const TileWriter& to, Packed& from, const LaneRow& row, const LaneRow& next, int half) {
 #pragma unroll
-    for (int atom = 0; atom < kAtoms; ++atom) {
+    for (int atom = 2 * kQuarter; atom < 2 * kQuarter + 2; ++atom) {
         const uint32_t factor = fp8_factor(from.scales[atom / 2] >> (16 * (atom % 2) + 8 * half) & 0xffu);
         const uint32_t* codes = from.codes + atom % 4 * 8;
 #pragma unroll
@@ -262,7 +267,7 @@ MDI_DEVICE void write_window_row(const TileWriter& to, Packed& from, const LaneR
             from.load(next, atom - 4);
         }
     }
-    from.load_scales(next);
+    if (kQuarter == kQuarters - 1) from.load_scales(next);
 }
 
 MDI_DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
@@ -312,6 +317,24 @@ struct Producer {
         }
     }
 
+    // One quarter of the row's step, from registers to the K tile. Rows of a warp may differ in kind.
+    template <int kQuarter>
+    MDI_DEVICE void write_quarter(const TileWriter& to, Packed& packed, const LaneRow& row, const LaneRow& next, int half,
+                                  int buffer) const {
+        if (row.window) {
+            write_window<kQuarter>(to, packed, row, next, half);
+        } else {
+            write_compressed<kQuarter>(to, packed, next, half);
+        }
+        __syncwarp();
+        // The fence between these stores and the wgmma that reads them is the consumer's: here it would wait for the loads of
+        // the next step.
+        if (lane == 0) {
+            if (kQuarter == kQuarters - 1) reinterpret_cast<uint16_t*>(shared.valid[buffer])[warp] = static_cast<uint16_t>(row.valid);
+            ptx::mbarrier_arrive(address_of(&shared.full[buffer][kQuarter]));
+        }
+    }
+
     MDI_DEVICE void run() {
         Cursor at(params, blockIdx.x);
         if (at.done(params)) return;
@@ -334,19 +357,14 @@ struct Producer {
             const int slot_ahead = ahead.step * kSlots + tile_row;
             const int idx_ahead = LaneRow::load(params, ahead, slot_ahead);
 
-            ptx::mbarrier_wait(address_of(&shared.empty[buffer]), (b >> 1 & 1) ^ 1);
             const TileWriter to(shared.k[buffer], tile_row, half);
-            if (row.window) {
-                write_window_row(to, packed, row, next_row, half);
-            } else {
-                write_compressed_row(to, packed, next_row, half);
-            }
-            __syncwarp();
-            if (lane == 0) reinterpret_cast<uint16_t*>(shared.valid[buffer])[warp] = static_cast<uint16_t>(row.valid);
-            __syncwarp();
-            // The fence between these stores and the wgmma that reads them is the consumer's: here it would wait for the loads
-            // of the next step.
-            if (lane == 0) ptx::mbarrier_arrive(address_of(&shared.full[buffer]));
+            const uint32_t parity = (b >> 1 & 1) ^ 1;
+            ptx::mbarrier_wait(address_of(&shared.empty[buffer][0]), parity);
+            write_quarter<0>(to, packed, row, next_row, half, buffer);
+            write_quarter<1>(to, packed, row, next_row, half, buffer);
+            ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
+            write_quarter<2>(to, packed, row, next_row, half, buffer);
+            write_quarter<3>(to, packed, row, next_row, half, buffer);
             row = next_row;
             next_row.settle(params, idx_ahead, slot_ahead, half);
             if (step == 0) load_query(item, item_count++);
@@ -408,19 +426,23 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // S = Q K^T of this consumer's own step b
+    // S = Q K^T of this consumer's own step b, one quarter of the dims a group
+    template <int kFirst, int kEnd>
     MDI_DEVICE void start_scores(float (&s)[kSlots / 2], int b) const {
-        ptx::mbarrier_wait(address_of(&shared.full[group]), b >> 1 & 1);
-        ptx::fence_proxy_async();  // the producer's stores to K, for the wgmma of both consumers (p_ready orders the other)
         const Descriptor q(shared.q, 16), k(shared.k[group], 16);
-        fence_registers(s);
-        wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kHeadDim / 16; ++i) {
-            const uint32_t offset = i / 4 * kAtomBytes + i % 4 * 32;
-            wgmma_bf16_ss<kSlots>(s, q.at(offset), k.at(offset), i > 0);
+        for (int quarter = kFirst; quarter < kEnd; ++quarter) {
+            ptx::mbarrier_wait(address_of(&shared.full[group][quarter]), b >> 1 & 1);
+            ptx::fence_proxy_async();  // the producer's stores to K, for the wgmma of both consumers (p_ready orders the other)
+            if (quarter == 0) fence_registers(s);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const uint32_t offset = (2 * quarter + i / 4) * kAtomBytes + i % 4 * 32;
+                wgmma_bf16_ss<kSlots>(s, q.at(offset), k.at(offset), quarter + i > 0);
+            }
+            wgmma_commit();
         }
-        wgmma_commit();
     }
 
     // Scales and masks the scores, and returns the new running maximum (equal in the four lanes of a row).
@@ -487,7 +509,7 @@ struct Consumer {
     MDI_DEVICE void finish_other() {
         wgmma_wait<0>();
         fence_registers(o);
-        arrive(shared.empty[other]);
+        arrive(shared.empty[other][group]);
     }
 
     // When a consumer adds the values of the other's step b - 1: not at all (b is the first of the item), before its own
@@ -501,16 +523,17 @@ struct Consumer {
         uint32_t p[kSlots / 4];
         if constexpr (kWhen == Other::kBefore) {
             start_other(b - 1, !is_second);
-            start_scores(s, b);
-            wgmma_wait<1>();
-            arrive(shared.empty[other]);
+            start_scores<0, 2>(s, b);
+            wgmma_wait<2>();
+            arrive(shared.empty[other][group]);
+            start_scores<2, 4>(s, b);
             wgmma_wait<0>();
         } else if constexpr (kWhen == Other::kAfter) {
-            start_scores(s, b);
+            start_scores<0, 4>(s, b);
             start_other(b - 1, !is_second);
             wgmma_wait<1>();
         } else {
-            start_scores(s, b);
+            start_scores<0, 4>(s, b);
             wgmma_wait<0>();
         }
         fence_registers(s);
@@ -519,14 +542,14 @@ struct Consumer {
         probabilities(s, new_max, part, p);
         if constexpr (kWhen == Other::kAfter) {
             wgmma_wait<0>();
-            arrive(shared.empty[other]);
+            arrive(shared.empty[other][group]);
         }
         fence_registers(o);
         rescale(new_max, kWhen != Other::kNone);
         sum[0] += part[0];
         sum[1] += part[1];
         own_values(p, kWhen != Other::kNone);
-        arrive(shared.empty[group]);
+        arrive(shared.empty[group][group]);
     }
 
     // Steps first..last of one item; step b is in K tile b % 2, which is also the consumer it belongs to.
@@ -631,8 +654,8 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) {
-            ptx::mbarrier_init(address_of(&shared.full[i]), 4);            // a lane of each producer warp
-            ptx::mbarrier_init(address_of(&shared.empty[i]), 8);           // a lane of each consumer warp
+            for (uint64_t& full : shared.full[i]) ptx::mbarrier_init(address_of(&full), 4);     // a lane of each producer warp
+            for (uint64_t& empty : shared.empty[i]) ptx::mbarrier_init(address_of(&empty), 4);  // a lane of each warp of the consumer
             ptx::mbarrier_init(address_of(&shared.p_ready[i]), 4);         // a lane of each warp of consumer i
         }
         ptx::mbarrier_init(address_of(&shared.q_full), 4);                 // a lane of each producer warp
