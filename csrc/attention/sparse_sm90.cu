@@ -126,44 +126,36 @@ MDI_DEVICE int num_items(const SparseParams& params) { return params.num_tokens 
 MDI_DEVICE int token_of(const SparseParams& params, int item) { return item >> second_block(params); }
 MDI_DEVICE int first_head_of(const SparseParams& params, int item) { return (item & second_block(params)) * kHeads; }
 
-// Lanes of a token that count, and the steps they take.
-struct Lanes {
-    int token_idx, num_compressed, num_steps;
-
-    MDI_DEVICE Lanes(const SparseParams& params, int item) : Lanes(params, item, length(params, item)) {}
-    // `length` of the same item, loaded earlier
-    MDI_DEVICE Lanes(const SparseParams& params, int item, int length) {
-        token_idx = token_of(params, item);
-        num_compressed = min_of(params.num_picks, max_of(length, 0));
-        num_steps = (params.num_window + num_compressed + kSlots - 1) / kSlots;
-    }
-    MDI_DEVICE static int length(const SparseParams& params, int item) {
-        if (params.compressed_len == nullptr || item >= num_items(params)) return params.num_picks;
-        return __ldg(params.compressed_len + token_of(params, item));
-    }
-};
+// Lanes of an item's token that count; `length`: its compressed_len
+MDI_DEVICE int lanes_of(const SparseParams& params, int length) {
+    return params.num_window + min_of(params.num_picks, max_of(length, 0));
+}
+MDI_DEVICE int length_of(const SparseParams& params, int item) {
+    if (params.compressed_len == nullptr || item >= num_items(params)) return params.num_picks;
+    return __ldg(params.compressed_len + token_of(params, item));
+}
 
 // ---- producer ------------------------------------------------------------------------------------------------------
 
 // Walks over the steps of this block's items, in order.
 struct Cursor {
-    int item, step;
-    Lanes lanes;
+    int item, first_slot, num_lanes;
 
-    MDI_DEVICE Cursor(const SparseParams& params, int first_item) : item(first_item), step(0), lanes(params, first_item) {
+    MDI_DEVICE Cursor(const SparseParams& params, int first_item)
+        : item(first_item), first_slot(0), num_lanes(lanes_of(params, length_of(params, first_item))) {
         skip_empty(params);
     }
     MDI_DEVICE bool done(const SparseParams& params) const { return item >= num_items(params); }
     MDI_DEVICE void skip_empty(const SparseParams& params) {
-        while (step >= lanes.num_steps) {
+        while (first_slot >= num_lanes) {
             item += gridDim.x;
             if (done(params)) return;
-            lanes = Lanes(params, item);
-            step = 0;
+            num_lanes = lanes_of(params, length_of(params, item));
+            first_slot = 0;
         }
     }
     MDI_DEVICE void advance(const SparseParams& params) {
-        ++step;
+        first_slot += kSlots;
         skip_empty(params);
     }
 };
@@ -175,12 +167,12 @@ struct LaneRow {
     bool any, window;         // the row is there; it is a window row
 
     // Starts the index load; the rest follows in `settle`, after other work.
-    MDI_DEVICE static int load(const SparseParams& params, const Cursor& at, int slot) {
-        if (at.done(params)) return -1;
-        if (slot < params.num_window) return params.window_idx[static_cast<int64_t>(at.lanes.token_idx) * params.num_window + slot];
-        const int pick = slot - params.num_window;
-        if (pick >= at.lanes.num_compressed) return -1;
-        return params.compressed_idx[static_cast<int64_t>(at.lanes.token_idx) * params.num_picks + pick];
+    MDI_DEVICE static int load(const SparseParams& params, const Cursor& at, int tile_row) {
+        const int slot = at.first_slot + tile_row;
+        if (at.done(params) || slot >= at.num_lanes) return -1;
+        const int64_t token_idx = token_of(params, at.item);
+        return slot < params.num_window ? params.window_idx[token_idx * params.num_window + slot]
+                                        : params.compressed_idx[token_idx * params.num_picks + slot - params.num_window];
     }
     MDI_DEVICE void settle(const SparseParams& params, int idx, int slot, int part) {
         const bool in_window = slot < params.num_window;
@@ -259,9 +251,10 @@ MDI_DEVICE void write_compressed(const TileWriter& to, Packed& from, const uint3
 
 template <int kQuarter>
 MDI_DEVICE void write_window(const TileWriter& to, Packed& from, uint32_t scales, const LaneRow& row, const LaneRow& next, int part) {
+    scales >>= 8 * (part / 2);
 #pragma unroll
     for (int atom = 2 * kQuarter; atom < 2 * kQuarter + 2; ++atom) {
-        const uint32_t factor = fp8_factor(scales >> (16 * (atom % 2) + 8 * (part / 2)) & 0xffu);
+        const uint32_t factor = fp8_factor(scales >> (16 * (atom % 2)) & 0xffu);
         const uint32_t* codes = from.codes + atom % 4 * 4;
 #pragma unroll
         for (int i = 0; i < 2; ++i) to.store(atom, i, expand_fp8(codes[2 * i], codes[2 * i + 1], factor));
@@ -289,21 +282,25 @@ struct Producer {
         return params.q + token_of(params, item) * params.q_stride_token + static_cast<int64_t>(first_head) * kHeadDim;
     }
 
-    // Q of an item: copied as it is, then permuted in place by the thread that copied it.
-    MDI_DEVICE void load_query(int item, int item_count) {
-        constexpr int kStep = kProducerThreads / 64;  // 64 chunks a row
+    // Q of an item: copied as it is, while the first K tile is written; then permuted in place by the thread that copied it.
+    MDI_DEVICE void start_query(int item, int item_count) const {
         int num_heads;
         const bf16* from = query(item, num_heads);
         ptx::mbarrier_wait(address_of(&shared.q_empty), (item_count & 1) ^ 1);
-        const int chunk = thread % 64;
+        const int chunk = thread % 64;  // of 64 in a row
         uint8_t* to = shared.q + chunk / 8 * kAtomBytes;
-        for (int head = thread / 64; head < num_heads; head += kStep) {
+#pragma unroll 2
+        for (int head = thread / 64; head < num_heads; head += kProducerThreads / 64) {
             ptx::cp_async_16(address_of(to + atom_offset(head, chunk % 8)), from + head * kHeadDim + chunk * 8);
         }
         ptx::cp_async_commit();
+    }
+    MDI_DEVICE void finish_query(int item) const {
+        const int num_heads = min_of(kHeads, params.num_heads - first_head_of(params, item)), chunk = thread % 64;
+        uint8_t* to = shared.q + chunk / 8 * kAtomBytes;
         ptx::cp_async_wait<0>();
 #pragma unroll 2
-        for (int head = thread / 64; head < kHeads; head += kStep) {
+        for (int head = thread / 64; head < kHeads; head += kProducerThreads / 64) {
             uint4* at = reinterpret_cast<uint4*>(to + atom_offset(head, chunk % 8));
             uint4 v = make_uint4(0, 0, 0, 0);
             if (head < num_heads) v = *at;
@@ -314,8 +311,10 @@ struct Producer {
         if (lane == 0) ptx::mbarrier_arrive(address_of(&shared.q_full));
         const int next = item + gridDim.x;
         if (next < num_items(params)) {
-            const uint8_t* line = reinterpret_cast<const uint8_t*>(query(next, num_heads));
-            for (int i = thread; i < num_heads * kHeadDim * 2 / 128; i += kProducerThreads) prefetch_l2(line + i * 128);
+            int lines;
+            const uint8_t* line = reinterpret_cast<const uint8_t*>(query(next, lines));
+            lines *= kHeadDim * 2 / 128;
+            for (int i = thread; i < lines; i += kProducerThreads) prefetch_l2(line + i * 128);
         }
     }
 
@@ -323,8 +322,7 @@ struct Producer {
     template <int kQuarter>
     MDI_DEVICE void write_quarter(const TileWriter& to, Packed& packed, const LaneRow& row, const LaneRow& next, int part,
                                   int buffer) const {
-        const uint32_t scales[2] = {__shfl_sync(~0u, packed.scales[0], (lane & ~3) + kQuarter),
-                                    __shfl_sync(~0u, packed.scales[1], (lane & ~3) + kQuarter)};
+        const uint32_t scales[2] = {__shfl_sync(~0u, packed.scales[0], kQuarter, 4), __shfl_sync(~0u, packed.scales[1], kQuarter, 4)};
         if (row.window) {
             write_window<kQuarter>(to, packed, scales[0], row, next, part);
         } else {
@@ -348,20 +346,21 @@ struct Producer {
         // Three steps are under way: one in registers, the row numbers of the next known, those of the one after that on their
         // way.
         LaneRow row, next_row;
-        row.settle(params, LaneRow::load(params, at, at.step * kSlots + tile_row), at.step * kSlots + tile_row, part);
+        row.settle(params, LaneRow::load(params, at, tile_row), at.first_slot + tile_row, part);
         Cursor ahead = at;
         ahead.advance(params);
-        next_row.settle(params, LaneRow::load(params, ahead, ahead.step * kSlots + tile_row), ahead.step * kSlots + tile_row, part);
+        next_row.settle(params, LaneRow::load(params, ahead, tile_row), ahead.first_slot + tile_row, part);
         Packed packed = {};
         packed.start(row, part);
 
         int item_count = 0;
         for (int b = 0; !at.done(params); ++b) {
-            const int item = at.item, step = at.step, buffer = b & 1;
+            const int buffer = b & 1, item = at.item;
+            const bool is_first = at.first_slot == 0;
+            if (is_first) start_query(item, item_count++);
             at = ahead;
             ahead.advance(params);
-            const int slot_ahead = ahead.step * kSlots + tile_row;
-            const int idx_ahead = LaneRow::load(params, ahead, slot_ahead);
+            const int idx_ahead = LaneRow::load(params, ahead, tile_row);
 
             const TileWriter to(shared.k[buffer], tile_row, part);
             const uint32_t parity = (b >> 1 & 1) ^ 1;
@@ -372,8 +371,8 @@ struct Producer {
             write_quarter<2>(to, packed, row, next_row, part, buffer);
             write_quarter<3>(to, packed, row, next_row, part, buffer);
             row = next_row;
-            next_row.settle(params, idx_ahead, slot_ahead, part);
-            if (step == 0) load_query(item, item_count++);
+            next_row.settle(params, idx_ahead, ahead.first_slot + tile_row, part);
+            if (is_first) finish_query(item);
         }
     }
 };
@@ -645,18 +644,18 @@ struct Consumer {
 
     MDI_DEVICE void run() {
         int b = 0, item_count = 0;  // steps and non-empty items so far, as the producer counts them
-        int length = Lanes::length(params, blockIdx.x);
+        int length = length_of(params, blockIdx.x);
         for (int item = blockIdx.x; item < num_items(params); item += gridDim.x) {
-            const Lanes lanes(params, item, length);
-            length = Lanes::length(params, item + gridDim.x);  // arrives under this item's work
-            if (lanes.num_steps == 0) {
+            const int num_steps = (lanes_of(params, length) + kSlots - 1) / kSlots;
+            length = length_of(params, item + gridDim.x);  // arrives under this item's work
+            if (num_steps == 0) {
                 store_zeros(item);
                 continue;
             }
             ptx::mbarrier_wait(address_of(&shared.q_full), item_count & 1);
-            attend(b, b + lanes.num_steps - 1);
+            attend(b, b + num_steps - 1);
             store(item, item_count);
-            b += lanes.num_steps;
+            b += num_steps;
             ++item_count;
         }
     }
