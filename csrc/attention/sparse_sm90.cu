@@ -520,16 +520,16 @@ struct Consumer {
         wgmma_wait<0>();
         fence_registers(o[0]);
         fence_registers(o[1]);
-        arrive(shared.empty[other][group]);
     }
 
     // When a consumer adds the values of the other's step b - 1: not at all (b is the first of the item), before its own
     // scores, or after them. A template argument, because ptxas serialises wgmma groups that are open across a branch.
     enum class Other { kNone, kBefore, kAfter };
 
-    // The consumer's own step b. is_second: O holds nothing yet when the other's step b - 1 comes.
+    // The consumer's own step b. is_second: O holds nothing yet when the other's step b - 1 comes. is_last: of its own;
+    // keep_tile: of the item, whose tile `store` still wants.
     template <Other kWhen>
-    MDI_DEVICE void own_step(int b, bool is_second, bool is_last) {
+    MDI_DEVICE void own_step(int b, bool is_second, bool is_last, bool keep_tile) {
         float s[kSlots / 2], new_max[2], part[2];
         uint32_t p[kSlots / 4];
         if constexpr (kWhen == Other::kBefore) {
@@ -561,7 +561,7 @@ struct Consumer {
         sum[0] += part[0];
         sum[1] += part[1];
         own_values(p, kWhen != Other::kNone);
-        arrive(shared.empty[group][group]);
+        if (!keep_tile) arrive(shared.empty[group][group]);
     }
 
     // Steps first..last of one item; step b is in K tile b % 2, which is also the consumer it belongs to.
@@ -571,13 +571,13 @@ struct Consumer {
         int b = first + ((first ^ group) & 1);
         if (b > last) arrive(shared.q_empty);  // no step of its own
         if (b == first) {
-            own_step<Other::kNone>(b, false, b + 2 > last);
+            own_step<Other::kNone>(b, false, b + 2 > last, b == last);
             b += 2;
         }
         if (group == 0) {
-            for (; b <= last; b += 2) own_step<Other::kBefore>(b, b == first + 1, b + 2 > last);
+            for (; b <= last; b += 2) own_step<Other::kBefore>(b, b == first + 1, b + 2 > last, b == last);
         } else {
-            for (; b <= last; b += 2) own_step<Other::kAfter>(b, b == first + 1, b + 2 > last);
+            for (; b <= last; b += 2) own_step<Other::kAfter>(b, b == first + 1, b + 2 > last, b == last);
         }
         if (((last ^ group) & 1) != 0) {
             start_other(last, last != first);
@@ -585,8 +585,9 @@ struct Consumer {
         }
     }
 
-    // o / (l + exp(sink - m)), rounded, through the consumer's P buffer to 16-byte stores.
-    MDI_DEVICE void store(int item, int item_count) {
+    // o / (l + exp(sink - m)), rounded, to 16-byte stores through this consumer's half of the last K tile, which then is free:
+    // only its own values are read there, and the scores of the step were complete before P.
+    MDI_DEVICE void store(int item, int item_count, int buffer) {
         const int first_head = first_head_of(params, item);
         const int num_heads = min_of(kHeads, params.num_heads - first_head);
         float(&sums)[kConsumers][kHeads] = shared.row_sum[item_count & 1];
@@ -598,7 +599,7 @@ struct Consumer {
             sum[f] += __shfl_xor_sync(~0u, sum[f], 2);
             if (lane % 4 == 0) sums[group][row + 8 * f] = sum[f];
         }
-        ptx::named_barrier_sync(kConsumerBarrier, kConsumers * kGroupThreads);  // sums are there; all reads of P are over
+        ptx::named_barrier_sync(kConsumerBarrier, kConsumers * kGroupThreads);  // sums are there
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
             const int head = row + 8 * f;
@@ -610,8 +611,7 @@ struct Consumer {
         const int first_row = threadIdx.x % kGroupThreads / 8, chunk = threadIdx.x % 8;
         bf16* out = params.out + (static_cast<int64_t>(token_of(params, item)) * params.num_heads + first_head + first_row) * kHeadDim +
                     group * kHalfDims + chunk * 8;
-        const AtomWriter stage(shared.p[group], warp, lane);
-        const uint8_t* staged = shared.p[group] + atom_offset(first_row, chunk);  // row + 16 has the same swizzle
+        uint8_t* tile = shared.k[buffer] + group * (kAtoms / 2) * kAtomBytes;
 #pragma unroll
         for (int part = 0; part < kHalfDims / 64; ++part) {
             uint32_t pairs[16];
@@ -620,17 +620,21 @@ struct Consumer {
                 const float* value = o[part / 2] + part % 2 * 32 + 2 * i;
                 pairs[i] = ptx::pack_bf16x2(value[0] * factor[i % 2], value[1] * factor[i % 2]);
             }
-            stage.store(pairs);
-            ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
+            AtomWriter(tile + part * kAtomBytes, warp, lane).store(pairs);
+        }
+        ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
+        const uint8_t* staged = tile + atom_offset(first_row, chunk);  // row + 16 has the same swizzle
+#pragma unroll
+        for (int part = 0; part < kHalfDims / 64; ++part) {
 #pragma unroll
             for (int i = 0; i < kHeads / 16; ++i) {
-                const uint4 v = *reinterpret_cast<const uint4*>(staged + i * 16 * 128);
+                const uint4 v = *reinterpret_cast<const uint4*>(staged + part * kAtomBytes + i * 16 * 128);
                 if (first_row + i * 16 < num_heads) {
                     *reinterpret_cast<uint4*>(out + i * 16 * kHeadDim + part * 64) = from_key_order(v);
                 }
             }
-            ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
         }
+        arrive(shared.empty[buffer][group]);
     }
 
     MDI_DEVICE void store_zeros(int item) const {
@@ -654,8 +658,8 @@ struct Consumer {
             }
             ptx::mbarrier_wait(address_of(&shared.q_full), item_count & 1);
             attend(b, b + num_steps - 1);
-            store(item, item_count);
             b += num_steps;
+            store(item, item_count, (b - 1) & 1);
             ++item_count;
         }
     }
