@@ -56,14 +56,13 @@ MDI_DEVICE void fp4_factors(uint32_t scales, uint32_t (&factor)[2]) {
 // Eight E4M3 codes times 2^120 (exact values) times the scale, in the order 0 4 1 5 2 6 3 7. A NaN code makes the chunk NaN:
 // the row's score is NaN either way.
 MDI_DEVICE uint4 expand_fp8(uint32_t low, uint32_t high, uint32_t factor) {
+    const uint32_t nan = (((low & 0x7f7f7f7fu) + 0x01010101u) | ((high & 0x7f7f7f7fu) + 0x01010101u)) & 0x80808080u;
+    if (nan != 0) factor = 0x7fff7fffu;
     const auto pair = [=](uint32_t select) {
         const uint32_t t = __byte_perm(low, high, select);  // a code in the upper byte of each half
         return bf16x2_product(bf16x2_product((t >> 4 & 0x07f007f0u) | (t & 0x80008000u), 0x7b807b80u), factor);
     };
-    uint4 out = make_uint4(pair(0x4400), pair(0x5511), pair(0x6622), pair(0x7733));
-    const uint32_t nan = (((low & 0x7f7f7f7fu) + 0x01010101u) | ((high & 0x7f7f7f7fu) + 0x01010101u)) & 0x80808080u;
-    if (nan != 0) out = make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);
-    return out;
+    return make_uint4(pair(0x4400), pair(0x5511), pair(0x6622), pair(0x7733));
 }
 
 // The factor of expand_fp8: 2^(byte - 127) / kKeyFactor as a bf16 pair; 255 is NaN.

@@ -12,7 +12,7 @@
 //
 // One persistent block per SM walks over (token, 64 heads) items; four warpgroups:
 //   producers (warpgroups 2 and 3, 64 registers): fetch packed rows by index into registers, a step ahead, four lanes a row, and
-//     expand them to bf16 in the free one of two K tiles; load Q of the next item once the last S of this one is done;
+//     expand them to bf16 in the free one of two K tiles; copy Q under the first tile of its item;
 //   consumers (warpgroups 0 and 1, 192 registers): step b belongs to consumer b % 2, which makes S = Q K^T (m64n64k16) and
 //     the softmax, and hands P (bf16) and the running maximum to the other through shared memory. Both add P V to their half
 //     of O (64 heads x 256 dims as two m64n128k16, the widest that ptxas takes at 512 threads; own P from registers, the
