@@ -163,7 +163,7 @@ struct Cursor {
 // The row of a step that one producer lane serves, with the three lanes beside it: lane j of the four has columns 16 j to
 // 16 j + 15 of every atom.
 struct LaneRow {
-    const uint8_t* codes;     // the lane's first 8 bytes: of its 16 of an atom (window row), or all of an atom
+    const uint8_t* codes;     // the lane's 16 (window row) or 8 bytes of the first atom
     bool any, window;         // the row is there; it is a window row
 
     // Starts the index load; the rest follows in `settle`, after other work.
@@ -204,9 +204,13 @@ struct Packed {
         to[0] = v.x, to[1] = v.y;
     }
     MDI_DEVICE void load(const LaneRow& row, int piece) {
-        if (row.any) {
-            load8(codes + piece % 4 * 4, row.codes + piece * 64);
-            load8(codes + piece % 4 * 4 + 2, row.codes + (row.window ? 8 : 32) + piece * 64);
+        uint32_t* to = codes + piece % 4 * 4;
+        if (row.window) {
+            const uint4 v = __ldg(reinterpret_cast<const uint4*>(row.codes + piece * 64));
+            to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+        } else if (row.any) {
+            load8(to, row.codes + piece * 64);
+            load8(to + 2, row.codes + piece * 64 + 32);
         }
     }
     // A skipped row reads nothing: scale 0 makes any left-over FP4 code 0.
