@@ -65,6 +65,7 @@ struct SharedStorage {
     uint8_t q[kTileBytes];
     uint8_t k[2][kTileBytes];
     uint8_t p[kConsumers][kAtomBytes];
+    uint4 staged[4][kProducerThreads];      // packed bytes on their way, a column per producer thread
     float row_max[kConsumers][kHeads];      // running maximum after the consumer's latest step
     float row_sum[2][kConsumers][kHeads];   // by parity of the item
     uint32_t valid[2][2];                   // bit s: slot s of the step may be seen; a byte per producer warp
@@ -192,40 +193,45 @@ struct LaneRow {
     }
 };
 
-// A lane's bytes of its row: the registers are refilled for the next step's row as this one's are used up, so a whole step is
-// on its way all the time. codes[4 * (piece % 4)..] is a piece of 64 row bytes, a quarter of them the lane's: two atoms of a
-// compressed row (four pieces), one atom of a window row (eight pieces, the last four follow the first). The scale bytes are
-// spread over the four lanes of the row, eight (compressed) or four (window) each: two atoms' worth.
+// A lane's bytes of its row, copied asynchronously to four slots of its own in shared memory; a slot is refilled as it is used
+// up, so a whole step is on its way all the time. (Not in registers: ptxas puts all loads in flight on one scoreboard, and
+// the wait for an old one then waits for the newest.) Slot piece % 4 holds a piece of 64 row bytes, a quarter of them the
+// lane's: two atoms of a compressed row (four pieces), one atom of a window row (eight, the last four follow the first). The
+// scale bytes are spread over the four lanes of the row, eight (compressed) or four (window) each: two atoms' worth.
 struct Packed {
-    uint32_t codes[16], scales[2];
+    uint4* slots;
+    uint32_t scales[2], next_scales[2];
 
-    MDI_DEVICE static void load8(uint32_t* to, const uint8_t* from) {
-        const uint2 v = __ldg(reinterpret_cast<const uint2*>(from));
-        to[0] = v.x, to[1] = v.y;
-    }
+    // One group of copies, also where there is nothing to copy
     MDI_DEVICE void load(const LaneRow& row, int piece) {
-        uint32_t* to = codes + piece % 4 * 4;
+        const uint32_t to = address_of(slots + piece % 4 * kProducerThreads);
         if (row.window) {
-            const uint4 v = __ldg(reinterpret_cast<const uint4*>(row.codes + piece * 64));
-            to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+            ptx::cp_async_16(to, row.codes + piece * 64);
         } else if (row.any) {
-            load8(to, row.codes + piece * 64);
-            load8(to + 2, row.codes + piece * 64 + 32);
+            ptx::cp_async_small<8>(to, row.codes + piece * 64);
+            ptx::cp_async_small<8>(to + 8, row.codes + piece * 64 + 32);
         }
+        ptx::cp_async_commit();
+    }
+    // The oldest piece under way
+    MDI_DEVICE uint4 take(int piece) const {
+        ptx::cp_async_wait<3>();
+        return slots[piece % 4 * kProducerThreads];
     }
     // A skipped row reads nothing: scale 0 makes any left-over FP4 code 0.
     MDI_DEVICE void load_scales(const LaneRow& row, int part) {
-        scales[0] = scales[1] = 0;
-        if (row.any) {  // codes + 256 - 8 part + 8 part, and codes + 512 - 16 part + 4 part
-            if (row.window) {
-                scales[0] = __ldg(reinterpret_cast<const uint32_t*>(row.codes + kHeadDim - 12 * part));
-            } else {
-                load8(scales, row.codes + kHeadDim / 2);
-            }
+        next_scales[0] = next_scales[1] = 0;
+        if (row.window) {  // codes + 512 - 16 part + 4 part
+            next_scales[0] = __ldg(reinterpret_cast<const uint32_t*>(row.codes + kHeadDim - 12 * part));
+        } else if (row.any) {
+            const uint2 v = __ldg(reinterpret_cast<const uint2*>(row.codes + kHeadDim / 2));
+            next_scales[0] = v.x, next_scales[1] = v.y;
         }
     }
+    MDI_DEVICE void advance_scales() { scales[0] = next_scales[0], scales[1] = next_scales[1]; }
     MDI_DEVICE void start(const LaneRow& row, int part) {
         load_scales(row, part);
+        advance_scales();
 #pragma unroll
         for (int piece = 0; piece < 4; ++piece) load(row, piece);
     }
@@ -243,13 +249,15 @@ struct TileWriter {
     MDI_DEVICE void store(int atom, int i, const uint4& v) const { *reinterpret_cast<uint4*>(chunk[i] + atom * kAtomBytes) = v; }
 };
 
-// Both write the two atoms of a quarter and refill the registers that they empty. scales: the row's bytes for these atoms.
+// Both write the two atoms of a quarter and refill the slots that they empty. scales: the row's bytes for these atoms.
 template <int kQuarter>
 MDI_DEVICE void write_compressed(const TileWriter& to, Packed& from, const uint32_t (&scales)[2], const LaneRow& next, int part) {
+    const uint4 taken = from.take(kQuarter);
+    const uint32_t codes[4] = {taken.x, taken.y, taken.z, taken.w};
     uint32_t factor[2];
     fp4_factors((scales[0] >> (8 * part) & 0xffu) | (scales[1] >> (8 * part) & 0xffu) << 8, factor);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to.store(2 * kQuarter + i / 2, i % 2, expand_fp4(from.codes[kQuarter * 4 + i], factor[i / 2]));
+    for (int i = 0; i < 4; ++i) to.store(2 * kQuarter + i / 2, i % 2, expand_fp4(codes[i], factor[i / 2]));
     from.load(next, kQuarter);
 }
 
@@ -259,7 +267,8 @@ MDI_DEVICE void write_window(const TileWriter& to, Packed& from, uint32_t scales
 #pragma unroll
     for (int atom = 2 * kQuarter; atom < 2 * kQuarter + 2; ++atom) {
         const uint32_t factor = fp8_factor(scales >> (16 * (atom % 2)) & 0xffu);
-        const uint32_t* codes = from.codes + atom % 4 * 4;
+        const uint4 taken = from.take(atom);
+        const uint32_t codes[4] = {taken.x, taken.y, taken.z, taken.w};
 #pragma unroll
         for (int i = 0; i < 2; ++i) to.store(atom, i, expand_fp8(codes[2 * i], codes[2 * i + 1], factor));
         if (atom < 4) {
@@ -332,7 +341,7 @@ struct Producer {
         } else {
             write_compressed<kQuarter>(to, packed, scales, next, part);
         }
-        if (kQuarter == kQuarters - 1) packed.load_scales(next, part);
+        if (kQuarter == 0) packed.load_scales(next, part);
         __syncwarp();
         // The fence between these stores and the wgmma that reads them is the consumer's: here it would wait for the loads of
         // the next step.
@@ -355,6 +364,7 @@ struct Producer {
         ahead.advance(params);
         next_row.settle(params, LaneRow::load(params, ahead, tile_row), ahead.first_slot + tile_row, part);
         Packed packed = {};
+        packed.slots = &shared.staged[0][thread];
         packed.start(row, part);
 
         int item_count = 0;
@@ -374,6 +384,7 @@ struct Producer {
             ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
             write_quarter<2>(to, packed, row, next_row, part, buffer);
             write_quarter<3>(to, packed, row, next_row, part, buffer);
+            packed.advance_scales();
             row = next_row;
             next_row.settle(params, idx_ahead, ahead.first_slot + tile_row, part);
             if (is_first) finish_query(item);
