@@ -34,7 +34,7 @@ import torch
 from bench.result import append_row, base_row
 from bench.timing import summarise
 from bench.workload import Workload, fill_randomly, read_workload, single_request
-from mini_deepinfer.batch import ChunkRequest, build_batch
+from mini_deepinfer.batch import ChunkRequest, PrefillBatch, build_batch
 from mini_deepinfer.config import ModelConfig, NumericProfile, check_environment
 from mini_deepinfer.engram import EngramHasher, synthetic_token_map, token_map_from_folder
 from mini_deepinfer.kv_cache import CacheGeometry, Caches, cache_bytes
@@ -125,17 +125,17 @@ class PrefillJob:
         allowed = np.flatnonzero(np.asarray(token_map) >= 0)
         allowed = allowed[allowed != (-1 if self.config.image_token_id is None else self.config.image_token_id)]
         self.token_ids = [workload.token_ids(i, parallel.rank, allowed) for i in range(len(workload.requests))]
+        self._next: PrefillBatch | None = None
         self.pages: list[list[int]] = []
         for request in workload.requests:
             first = sum(len(pages) for pages in self.pages)
             self.pages.append(list(range(first, first + self.caches.geometry.pages_for(request.end))))
 
-    def _forward(self, spans: list[tuple[int, int, int]], want: Any) -> torch.Tensor:
+    def _build(self, spans: list[tuple[int, int, int]], want: Any) -> PrefillBatch:
         """Tokens start..end-1 of request index, for every (index, start, end)."""
         with stage("schedule"):
             chunks = [ChunkRequest(self.token_ids[i], start, end, i, self.pages[i], want) for i, start, end in spans]
-            batch = build_batch(self.config, chunks, self.caches.geometry, self.device, self.hasher)
-        return self.model.forward(batch)
+            return build_batch(self.config, chunks, self.caches.geometry, self.device, self.hasher)
 
     def fill(self, how: str) -> float:
         """Put the cached part into the caches; returns the seconds it took."""
@@ -148,7 +148,7 @@ class PrefillJob:
                 for i, request in enumerate(self.workload.requests):
                     for first in range(0, request.cached_len, self.chunk):
                         last = min(first + self.chunk, request.cached_len)
-                        self._forward([(i, first, last)], "none")
+                        self.model.forward(self._build([(i, first, last)], "none"))
                         bar.update(last - first)
         self._synchronise()
         return time.perf_counter() - start
@@ -170,9 +170,16 @@ class PrefillJob:
         yield from self.caches.tail_score.values()
 
     def step(self) -> torch.Tensor:
-        """One complete step: schedule, forward, sample. Returns the sampled ids on the host, int64 [requests]."""
+        """One complete step: forward, schedule, sample. Returns the sampled ids on the host, int64 [requests].
+
+        The chunks of a prefill do not depend on what is sampled, so the next batch is built while the device works on this one: every
+        step builds one batch and runs one.
+        """
         spans = [(i, request.cached_len, request.end) for i, request in enumerate(self.workload.requests)]
-        logits = self._forward(spans, "last")
+        if self._next is None:
+            self._next = self._build(spans, "last")
+        logits = self.model.forward(self._next)
+        self._next = self._build(spans, "last")
         with stage("sample"):
             if not bool(torch.isfinite(logits).all()):
                 raise RuntimeError("bench_prefill: the step produced logits that are not finite")

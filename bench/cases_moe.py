@@ -162,7 +162,30 @@ def _check_swiglu(inputs: dict[str, Any], out: tuple[torch.Tensor, torch.Tensor]
     return _relative(nf.dequant_fp8_ue8m0(*out), wanted, 2**-4)  # a code may move by one step
 
 
+def _make_experts(device: torch.device) -> dict[str, Any]:
+    up, down = _make_gemm(N, 2 * F, ALL_TOKENS)(device), _make_gemm(F, N, None)(device)
+    weight = torch.rand(LOCAL_ROWS, generator=_generator(device, 5), device=device)
+    return {
+        "codes": up["a"], "scale": up["a_scale"], "w13": up["weight"], "w13_scale": up["weight_scale"],
+        "w2": down["weight"], "w2_scale": down["weight_scale"], "offsets": up["offsets"], "token_of_row": up["a_rows"],
+        "row_weight": weight, "limit": RELEASED.swiglu_limit,
+    }  # fmt: skip
+
+
+def _run_experts(inputs: dict[str, Any], impl: str) -> torch.Tensor:
+    return moe.experts(**inputs, impl=impl)
+
+
+def _check_experts(inputs: dict[str, Any], out: torch.Tensor) -> float:
+    return _relative(out, _run_experts(inputs, "reference"), 2**-5)  # h is quantised between: codes move by a step
+
+
 CASES: list[Case] = [
+    Case(
+        "moe.experts", "layer", {"rows": LOCAL_ROWS, "experts": LOCAL_EXPERTS, "hidden": N, "expert_hidden": F},
+        _make_experts, _run_experts, _check_experts, 6.0 * LOCAL_ROWS * N * F,
+        float(LOCAL_EXPERTS * 3 * N * F * 17 // 32 + LOCAL_ROWS * N * 3), IMPLEMENTATIONS["moe.grouped_gemm"],
+    ),
     _gemm("up", N, 2 * F, ALL_TOKENS),
     _gemm("down", F, N, None),
     Case(

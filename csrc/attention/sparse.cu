@@ -5,15 +5,15 @@
 //
 // One block of 8 warps per token and 64 heads: heads are the M side of the MMA (missing heads are zero rows). The slots
 // of a token are its W window lanes, then its K compressed lanes, in steps of 64. Per step:
-//   1. the packed rows, fetched by cp.async during the step before, are expanded to bf16 (all warps, one row at a time);
+//   1. the packed rows, fetched by cp.async during the step before, are expanded to bf16 (four lanes of a warp a row);
 //   2. the next step's rows start their way to the staging buffer;
 //   3. S = Q K^T: warp (wm, wn) makes heads 32*wm..+32 x slots 16*wn..+16; the row max is shared through memory;
 //   4. P, rounded to bf16, goes through memory; O += P V: the same warp owns heads 32*wm..+32 x dims 128*wn..+128.
 // The running sum l takes the unrounded p; each warp keeps the part of its own slots until the end.
 //
 // Shared memory: Q 64 KiB, K 64 KiB, packed rows 33 KiB, P 8 KiB, row numbers and maxima 1.5 KiB = 170.5 KiB.
-// Q, K and P rows are split into 16-byte chunks; chunk c of row r lies at c ^ (r & 7), so ldmatrix (8 rows, one chunk),
-// its transposed form and the 16-byte stores are free of bank conflicts.
+// Q, K and P rows are split into 16-byte chunks; chunk c of row r lies at c ^ (r & 7), so ldmatrix (8 rows, one chunk), its
+// transposed form and the 16-byte stores are free of bank conflicts. Q, K and O are in the order and scale of row_codec.cuh.
 //
 // A lane that is negative, at or past compressed_len, or outside the pool is never read through: its row is zeros and
 // its score -inf. A token without a valid lane gives 0. Results depend on nothing but the token itself.
@@ -34,7 +34,6 @@ using bf16 = __nv_bfloat16;
 constexpr int kHeads = 64;        // heads per block (M)
 constexpr int kSlots = 64;        // slots per step (the softmax block of the spec)
 constexpr int kThreads = 256;
-constexpr int kNumWarps = kThreads / 32;
 constexpr int kRowChunks = kHeadDim / kChunkElems;  // 64 chunks of 16 bytes in a bf16 row
 constexpr int kRowBytes = kHeadDim * 2;
 constexpr int kHeadsPerWarp = 32;
@@ -105,34 +104,36 @@ MDI_DEVICE void gather_rows(const SparseParams& params, const SlotReader& slots,
     for (int offset = part * 16; offset < row_bytes; offset += 64) ptx::cp_async_16(to + offset, from + offset);
 }
 
-// Staged bytes -> swizzled bf16 rows; a warp takes one row at a time, a lane the chunks `lane` and `lane + 32`.
-MDI_DEVICE void expand_rows(SharedStorage& shared, const SlotReader& slots, int first_slot,
-                                            const int32_t* rows) {
-    const int warp_idx = threadIdx.x / 32, lane = threadIdx.x % 32;
+// Staged bytes -> swizzled bf16 rows. A warp takes eight rows, a lane a quarter of one (128 columns): eight neighbouring lanes
+// have eight rows, so neither the 16-byte loads (rows 33 chunks apart) nor the 16-byte stores (swizzled) conflict.
+MDI_DEVICE void expand_rows(SharedStorage& shared, const SlotReader& slots, int first_slot, const int32_t* rows) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 8 + lane % 8, part = lane / 8;
+    const uint8_t* packed = shared.packed + row * kStagingStride;
+    const bool valid = rows[row] >= 0;
+    const auto store = [&](int i, const uint4& v) { *reinterpret_cast<uint4*>(shared.k + swizzled(row, part * 16 + i)) = v; };
+    if (valid && slots.is_window(first_slot + row)) {
+        const uint4* codes = reinterpret_cast<const uint4*>(packed + part * 128);
+        const uint32_t scales = *reinterpret_cast<const uint32_t*>(packed + kHeadDim + part * 4);
 #pragma unroll 2
-    for (int r = warp_idx; r < kSlots; r += kNumWarps) {
-        const uint8_t* packed = shared.packed + r * kStagingStride;
-        uint4 chunk[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
-        if (rows[r] >= 0) {  // the same for the whole warp
-            if (slots.is_window(first_slot + r)) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int c = lane + 32 * i;
-                    const uint2 codes = *reinterpret_cast<const uint2*>(packed + c * 8);
-                    chunk[i] = expand_fp8_chunk(codes, packed[kHeadDim + c / 4]);
-                }
-            } else {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int c = lane + 32 * i;
-                    const uint32_t codes = *reinterpret_cast<const uint32_t*>(packed + c * 4);
-                    chunk[i] = expand_fp4_chunk(codes, packed[kHeadDim / 2 + c / 2]);
-                }
-            }
+        for (int i = 0; i < 8; ++i) {
+            const uint4 c = codes[i];
+            const uint32_t factor = fp8_factor(scales >> (8 * (i / 2)) & 0xffu);
+            store(2 * i, expand_fp8(c.x, c.y, factor));
+            store(2 * i + 1, expand_fp8(c.z, c.w, factor));
         }
+    } else {
+        const uint4* codes = reinterpret_cast<const uint4*>(packed + part * 64);
+        uint2 scales = *reinterpret_cast<const uint2*>(packed + kHeadDim / 2 + part * 8);
+        if (!valid) scales = make_uint2(0, 0);  // whatever FP4 codes are left in the buffer: zeros
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            *reinterpret_cast<uint4*>(shared.k + swizzled(r, lane + 32 * i)) = chunk[i];
+        for (int i = 0; i < 4; ++i) {
+            const uint4 c = codes[i];
+            uint32_t factor[2];
+            fp4_factors((i < 2 ? scales.x : scales.y) >> (16 * (i % 2)), factor);
+            store(4 * i, expand_fp4(c.x, factor[0]));
+            store(4 * i + 1, expand_fp4(c.y, factor[0]));
+            store(4 * i + 2, expand_fp4(c.z, factor[1]));
+            store(4 * i + 3, expand_fp4(c.w, factor[1]));
         }
     }
 }
@@ -278,6 +279,14 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_kernel(const SparseParams 
         }
     }
 
+    // Q in key order: every thread permutes the chunks it copied. The first step's barrier publishes them.
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    for (int i = threadIdx.x; i < num_heads * kRowChunks; i += kThreads) {
+        uint4* chunk = reinterpret_cast<uint4*>(shared.q + swizzled(i / kRowChunks, i % kRowChunks));
+        *chunk = to_key_order(*chunk);
+    }
+
     // Thread i looks after slot i / 4 of a step; its row number is read one step before the gather that needs it.
     const int my_slot = threadIdx.x / 4;
     int row = slots.row(my_slot), next_row = slots.row(kSlots + my_slot);
@@ -304,7 +313,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_kernel(const SparseParams 
 
         float s[2][2][4], new_max[4];
         scores(s, s_q, s_k, lane);
-        mask_and_max(s, new_max, rows, params.softmax_scale, lane);
+        mask_and_max(s, new_max, rows, params.softmax_scale * kKeyFactor, lane);
 #pragma unroll
         for (int f = 0; f < 4; ++f) {
             const int head = lane.heads + 16 * (f / 2) + 8 * (f % 2) + lane.group;
@@ -352,7 +361,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_kernel(const SparseParams 
         for (int i = 0; i < kSlotGroups; ++i) total += shared.part[i][head];
         const float sink = head < num_heads ? params.sink[first_head + head] - m[f] : 0.f;
         total += expf(sink > 88.f ? 88.f : sink);  // finite; a NaN sink stays NaN
-        const float inverse = 1.f / total;
+        const float inverse = kKeyFactor / total;
         // Output rows pass through the Q buffer, for 16-byte stores below.
 #pragma unroll
         for (int n = 0; n < kDimTiles; ++n) {
@@ -366,7 +375,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_kernel(const SparseParams 
     for (int i = threadIdx.x; i < num_heads * kRowChunks; i += kThreads) {
         const int head = i / kRowChunks, chunk = i % kRowChunks;
         *reinterpret_cast<uint4*>(out + head * kHeadDim + chunk * kChunkElems) =
-            *reinterpret_cast<const uint4*>(shared.q + swizzled(head, chunk));
+            from_key_order(*reinterpret_cast<const uint4*>(shared.q + swizzled(head, chunk)));
     }
 }
 

@@ -5,9 +5,10 @@
 // to expand 32,768 elements about 1,000 of each scheduler. Packed rows from L2: 18 (FP4) or 33 KiB (FP8), a third of bf16
 // keys. 10 steps a token, 31 tokens an SM: 0.39 ms at 1.755 GHz if the three overlap.
 //
-// One persistent block per SM walks over (token, 64 heads) items; three warpgroups:
+// One persistent block per SM walks over (token, 64 heads) items; three warpgroups (a fourth would leave ptxas too few
+// registers for m64n256):
 //   producer (warpgroup 2, 104 registers): fetches packed rows by index into registers, a step ahead, and expands them to
-//     bf16 in the free one of two K tiles; loads Q of the next item once the last S of this one is done.
+//     bf16 in the free one of two K tiles; loads Q of the next item once the last S of this one is done;
 //   consumers (warpgroups 0 and 1, 200 registers): step b belongs to consumer b % 2, which makes S = Q K^T (m64n64k16) and
 //     the softmax, and hands P (bf16) and the running maximum to the other through shared memory. Both add P V to their half
 //     of O (64 heads x 256 dims, m64n256k16; own P from registers, the other's from shared memory). So one consumer's
@@ -18,9 +19,8 @@
 //
 // Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, statistics and barriers 1.6 KiB = 209.6 KiB. Tiles are atoms of 64
 // columns (128 bytes a row) under the 128-byte swizzle: K-major for Q, K in S and P, MN-major for V = the same K tile.
-// Inside every 8 columns the order is 0 4 1 5 2 6 3 7 (what the nibbles of a word give without a permutation), in Q, K and O
-// alike; it is undone when O is stored. K tiles hold k * 2^-9, so that decoding FP4 is one multiplication (the factor stays
-// finite in bf16); the scale of S and the last factor of O take the 2^9 back, exactly.
+// Tiles are in the order and scale of row_codec.cuh: Q is permuted on its way in and O on its way out; the scale of S and the
+// last factor of O take the key factor back, exactly.
 //
 // A lane that is negative, at or past compressed_len, or outside the pool is never read through: zero row, score -inf. A
 // token without a valid lane gives 0. Results depend on nothing but the token itself. Limits: D = 512, H <= 128.
@@ -28,8 +28,8 @@
 #include <cuda_bf16.h>
 
 #include "attention/attention.h"
+#include "attention/row_codec.cuh"
 #include "common/launch.h"
-#include "common/number_formats.cuh"
 #include "common/ptx_sm90.cuh"
 #include "common/wgmma_sm90.cuh"
 
@@ -51,7 +51,6 @@ constexpr int kHalfDims = kHeadDim / kConsumers;      // dims of O a consumer ow
 constexpr int kWarpRows = kSlots / 4;                 // rows of a step a producer warp expands
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMaxStart = -1e30f;                   // finite: a masked step must not make NaN
-constexpr float kKeyFactor = 512.f;                   // K tiles hold k / kKeyFactor
 constexpr uint32_t kConsumerBarrier = 1, kGroupBarrier = 2;  // named barriers; kGroupBarrier + consumer
 
 struct SharedStorage {
@@ -90,6 +89,24 @@ struct Descriptor {
 #endif
     }
     MDI_DEVICE uint64_t at(uint32_t bytes) const { return static_cast<uint64_t>(high) << 32 | (low + (bytes >> 4)); }
+};
+
+// Stores a warpgroup's 64 x 64 bf16 matrix, held as wgmma accumulators packed in pairs (pair 2t + h: columns 8t.. of row half
+// h), to one swizzled atom.
+struct AtomWriter {
+    uint32_t row_address, chunk_bits;
+
+    MDI_DEVICE AtomWriter(uint8_t* atom, int warp, int lane) {  // lane l gives row l % 8 of matrix l / 8 of four
+        const int row = 16 * warp + lane % 16, column_tile = lane / 16;
+        row_address = address_of(atom) + row * 128;
+        chunk_bits = (column_tile ^ (row & 7)) << 4;
+    }
+    MDI_DEVICE void store(const uint32_t (&pairs)[16]) const {
+#pragma unroll
+        for (int t = 0; t < 8; t += 2) {
+            ptx::stmatrix_x4(row_address + (chunk_bits ^ (t << 4)), pairs[2 * t], pairs[2 * t + 1], pairs[2 * t + 2], pairs[2 * t + 3]);
+        }
+    }
 };
 
 // ---- items ---------------------------------------------------------------------------------------------------------
@@ -142,9 +159,10 @@ struct Cursor {
 // The row of a step that one producer lane serves, with the lane beside it: lanes 2r and 2r + 1 of a warp have the left and
 // the right 32 columns of every atom of row r of the warp's 16.
 struct LaneRow {
-    const uint8_t* from;  // the packed row, nullptr = skipped
-    bool window;          // a window row; false when skipped
-    uint32_t valid;       // bit per row of the warp
+    const uint8_t* codes[2];  // the lane's two 16-byte pieces of the first atom (window row: or half atom); + 64 for the next
+    const uint8_t* scales;
+    bool any, window;         // the row is there; it is a window row
+    uint32_t valid;           // bit per row of the warp
 
     // Starts the index load; the rest follows in `settle`, after other work.
     MDI_DEVICE static int load(const SparseParams& params, const Cursor& at, int slot) {
@@ -154,12 +172,16 @@ struct LaneRow {
         if (pick >= at.lanes.num_compressed) return -1;
         return params.compressed_idx[static_cast<int64_t>(at.lanes.token_idx) * params.num_picks + pick];
     }
-    MDI_DEVICE void settle(const SparseParams& params, int idx, int slot) {
+    MDI_DEVICE void settle(const SparseParams& params, int idx, int slot, int half) {
         const bool in_window = slot < params.num_window;
         const int limit = in_window ? params.num_window_rows : params.num_compressed_rows;
         const bool ok = static_cast<uint32_t>(idx) < static_cast<uint32_t>(limit);
-        const uint8_t* pool = in_window ? params.window : params.compressed;
-        from = ok ? pool + static_cast<int64_t>(idx) * (in_window ? kWindowRowBytes : kCompressedRowBytes) : nullptr;
+        const uint8_t* row = (in_window ? params.window + static_cast<int64_t>(idx) * kWindowRowBytes
+                                        : params.compressed + static_cast<int64_t>(idx) * kCompressedRowBytes);
+        codes[0] = row + half * (in_window ? 32 : 16);
+        codes[1] = codes[0] + (in_window ? 16 : 32);
+        scales = row + (in_window ? kHeadDim : kHeadDim / 2);
+        any = ok;
         window = ok && in_window;
         uint32_t bits = __ballot_sync(~0u, ok) & 0x55555555u;  // both lanes of a row agree: keep the even bits
         bits = (bits | bits >> 1) & 0x33333333u;
@@ -169,84 +191,35 @@ struct LaneRow {
     }
 };
 
-// A lane's bytes of its row, fetched one step ahead. Compressed row: 16 bytes (32 codes) of each atom, and all 32 scales.
-// Window row: 32 bytes of each of four atoms, the other four follow when these are used; and all 16 scales.
+// A lane's bytes of its row: the registers are refilled for the next step's row as this one's are used up, so a whole step is
+// on its way all the time. codes[8 * (piece % 4)..] is a piece of 64 row bytes, half of them the lane's: two atoms of a
+// compressed row (four pieces), one atom of a window row (eight pieces, the last four follow the first).
 struct Packed {
     uint32_t codes[32], scales[8];
 
-    MDI_DEVICE void load16(uint32_t* to, const uint8_t* from) {
+    MDI_DEVICE static void load16(uint32_t* to, const uint8_t* from) {
         const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
         to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
     }
-    MDI_DEVICE void load_window_atom(const uint8_t* row, int atom, int half) {
-        load16(codes + atom % 4 * 8, row + atom * 64 + half * 32);
-        load16(codes + atom % 4 * 8 + 4, row + atom * 64 + half * 32 + 16);
-    }
-    MDI_DEVICE void start(const LaneRow& row, int half) {
-        if (row.window) {
-#pragma unroll
-            for (int atom = 0; atom < kAtoms / 2; ++atom) load_window_atom(row.from, atom, half);
-            load16(scales, row.from + kHeadDim);
-        } else if (row.from != nullptr) {
-#pragma unroll
-            for (int atom = 0; atom < kAtoms; ++atom) load16(codes + atom * 4, row.from + atom * 32 + half * 16);
-            load16(scales, row.from + kHeadDim / 2);
-            load16(scales + 4, row.from + kHeadDim / 2 + 16);
-        } else {  // reads nothing: scale 0 makes any left-over FP4 code 0
-#pragma unroll
-            for (int i = 0; i < 8; ++i) scales[i] = 0;
+    MDI_DEVICE void load(const LaneRow& row, int piece) {
+        if (row.any) {
+            load16(codes + piece % 4 * 8, row.codes[0] + piece * 64);
+            load16(codes + piece % 4 * 8 + 4, row.codes[1] + piece * 64);
         }
     }
-};
-
-// Eight E2M1 codes times scale * 2^117, in the order 0 4 1 5 2 6 3 7. Bits s|eem of a nibble become the sign, the low
-// exponent bits and the top mantissa bit of a bf16 worth value * 2^-126 (subnormal codes included).
-MDI_DEVICE uint4 expand_fp4(uint32_t codes, uint32_t factor) {
-    constexpr uint32_t kMagnitude = 0x01c001c0u, kSign = 0x80008000u;
-    return make_uint4(bf16x2_product((codes << 6 & kMagnitude) | (codes << 12 & kSign), factor),
-                      bf16x2_product((codes << 2 & kMagnitude) | (codes << 8 & kSign), factor),
-                      bf16x2_product((codes >> 2 & kMagnitude) | (codes << 4 & kSign), factor),
-                      bf16x2_product((codes >> 6 & kMagnitude) | (codes & kSign), factor));
-}
-
-// The factors of expand_fp4 for two E4M3 scales (low byte, high byte): each times 2^117 = 2^126 / kKeyFactor, as a bf16 pair.
-// NaN stays NaN.
-MDI_DEVICE void fp4_factors(uint32_t scales, uint32_t (&factor)[2]) {
-    float value[2];
-#if defined(__CUDA_ARCH__)
-    // PTX: cvt.rn.f16x2.e4m3x2
-    asm("{\n.reg .b32 halves;\n.reg .b16 low, high;\ncvt.rn.f16x2.e4m3x2 halves, %2;\n"
-        "mov.b32 {low, high}, halves;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
-        : "=f"(value[0]), "=f"(value[1])
-        : "h"(static_cast<uint16_t>(scales)));
-#else
-    value[0] = e4m3_decode(static_cast<uint8_t>(scales));
-    value[1] = e4m3_decode(static_cast<uint8_t>(scales >> 8));
-#endif
+    // A skipped row reads nothing: scale 0 makes any left-over FP4 code 0.
+    MDI_DEVICE void load_scales(const LaneRow& row) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) factor[i] = ptx::pack_bf16x2(value[i] * 0x1p117f, value[i] * 0x1p117f);
-}
-
-// Eight E4M3 codes times 2^120 (exact values) times the scale, in the order 0 4 1 5 2 6 3 7. A NaN code makes the chunk NaN:
-// the row's score is NaN either way.
-MDI_DEVICE uint4 expand_fp8(uint32_t low, uint32_t high, uint32_t factor) {
-    const auto pair = [=](uint32_t select) {
-        const uint32_t t = __byte_perm(low, high, select);  // a code in the upper byte of each half
-        return bf16x2_product(bf16x2_product((t >> 4 & 0x07f007f0u) | (t & 0x80008000u), 0x7b807b80u), factor);
-    };
-    uint4 out = make_uint4(pair(0x4400), pair(0x5511), pair(0x6622), pair(0x7733));
-    const uint32_t nan = (((low & 0x7f7f7f7fu) + 0x01010101u) | ((high & 0x7f7f7f7fu) + 0x01010101u)) & 0x80808080u;
-    if (nan != 0) out = make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);
-    return out;
-}
-
-// The factor of expand_fp8: 2^(byte - 127) / kKeyFactor as a bf16 pair; 255 is NaN.
-MDI_DEVICE uint32_t fp8_factor(uint32_t byte) {
-    uint32_t bits = (byte - 9) << 7;
-    if (byte < 10) bits = 0x80u >> (10 - byte);  // bf16 subnormals
-    if (byte == 255) bits = 0x7fc0u;
-    return bits * 0x10001u;
-}
+        for (int i = 0; i < 8; ++i) scales[i] = 0;
+        if (row.any) load16(scales, row.scales);
+        if (row.any && !row.window) load16(scales + 4, row.scales + 16);
+    }
+    MDI_DEVICE void start(const LaneRow& row) {
+        load_scales(row);
+#pragma unroll
+        for (int piece = 0; piece < 4; ++piece) load(row, piece);
+    }
+};
 
 // Where a lane's four chunks of atom 0 lie in a K tile. Eight neighbouring lanes (four rows, two chunks each) hit eight
 // different bank groups.
@@ -260,25 +233,32 @@ struct TileWriter {
     MDI_DEVICE void store(int atom, int i, const uint4& v) const { *reinterpret_cast<uint4*>(chunk[i] + atom * kAtomBytes) = v; }
 };
 
-MDI_DEVICE void write_compressed_row(const TileWriter& to, const Packed& from, int half) {
+MDI_DEVICE void write_compressed_row(const TileWriter& to, Packed& from, const LaneRow& next, int half) {
 #pragma unroll
     for (int atom = 0; atom < kAtoms; ++atom) {
         uint32_t factor[2];
         fp4_factors(from.scales[atom] >> (16 * half), factor);
 #pragma unroll
         for (int i = 0; i < 4; ++i) to.store(atom, i, expand_fp4(from.codes[atom * 4 + i], factor[i / 2]));
+        if (atom % 2 == 1) from.load(next, atom / 2);
     }
+    from.load_scales(next);
 }
 
-MDI_DEVICE void write_window_row(const TileWriter& to, Packed& from, const uint8_t* row, int half) {
+MDI_DEVICE void write_window_row(const TileWriter& to, Packed& from, const LaneRow& row, const LaneRow& next, int half) {
 #pragma unroll
     for (int atom = 0; atom < kAtoms; ++atom) {
         const uint32_t factor = fp8_factor(from.scales[atom / 2] >> (16 * (atom % 2) + 8 * half) & 0xffu);
         const uint32_t* codes = from.codes + atom % 4 * 8;
 #pragma unroll
         for (int i = 0; i < 4; ++i) to.store(atom, i, expand_fp8(codes[2 * i], codes[2 * i + 1], factor));
-        if (atom < kAtoms / 2) from.load_window_atom(row, atom + kAtoms / 2, half);
+        if (atom < 4) {
+            from.load(row, atom + 4);
+        } else {
+            from.load(next, atom - 4);
+        }
     }
+    from.load_scales(next);
 }
 
 MDI_DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
@@ -311,12 +291,12 @@ struct Producer {
         }
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
+#pragma unroll 4
         for (int head = thread / 64; head < kHeads; head += 2) {
             uint4* at = reinterpret_cast<uint4*>(to + atom_offset(head, chunk % 8));
             uint4 v = make_uint4(0, 0, 0, 0);
             if (head < num_heads) v = *at;
-            *at = make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
-                             __byte_perm(v.y, v.w, 0x7632));
+            *at = to_key_order(v);
         }
         ptx::fence_proxy_async();
         __syncwarp();
@@ -335,12 +315,12 @@ struct Producer {
         // Three steps are under way: one in registers, the row numbers of the next known, those of the one after that on their
         // way.
         LaneRow row, next_row;
-        row.settle(params, LaneRow::load(params, at, at.step * kSlots + tile_row), at.step * kSlots + tile_row);
+        row.settle(params, LaneRow::load(params, at, at.step * kSlots + tile_row), at.step * kSlots + tile_row, half);
         Cursor ahead = at;
         ahead.advance(params);
-        next_row.settle(params, LaneRow::load(params, ahead, ahead.step * kSlots + tile_row), ahead.step * kSlots + tile_row);
+        next_row.settle(params, LaneRow::load(params, ahead, ahead.step * kSlots + tile_row), ahead.step * kSlots + tile_row, half);
         Packed packed = {};
-        packed.start(row, half);
+        packed.start(row);
 
         int item_count = 0;
         for (int b = 0; !at.done(params); ++b) {
@@ -353,19 +333,18 @@ struct Producer {
             ptx::mbarrier_wait(address_of(&shared.empty[buffer]), (b >> 1 & 1) ^ 1);
             const TileWriter to(shared.k[buffer], tile_row, half);
             if (row.window) {
-                write_window_row(to, packed, row.from, half);
+                write_window_row(to, packed, row, next_row, half);
             } else {
-                write_compressed_row(to, packed, half);
+                write_compressed_row(to, packed, next_row, half);
             }
             __syncwarp();
             if (lane == 0) reinterpret_cast<uint16_t*>(shared.valid[buffer])[warp] = static_cast<uint16_t>(row.valid);
-            ptx::fence_proxy_async();  // wgmma reads what the stores above wrote
             __syncwarp();
+            // The fence between these stores and the wgmma that reads them is the consumer's: here it would wait for the loads
+            // of the next step.
             if (lane == 0) ptx::mbarrier_arrive(address_of(&shared.full[buffer]));
-            // The next step's bytes are fetched only now: the fence would wait for them.
             row = next_row;
-            packed.start(row, half);
-            next_row.settle(params, idx_ahead, slot_ahead);
+            next_row.settle(params, idx_ahead, slot_ahead, half);
             if (step == 0) load_query(item, item_count++);
         }
     }
@@ -392,14 +371,15 @@ struct Consumer {
         if (lane == 0) ptx::mbarrier_arrive(address_of(&barrier));
     }
 
-    // Takes over a new running maximum: rescales what was summed under the old one.
-    MDI_DEVICE void rescale(const float (&new_max)[2]) {
+    // Takes over a new running maximum: rescales what was summed under the old one. O holds nothing before an item's first
+    // product (`started`), which overwrites it.
+    MDI_DEVICE void rescale(const float (&new_max)[2], bool started) {
         const float alpha[2] = {exp_of(m[0] - new_max[0]), exp_of(m[1] - new_max[1])};
         m[0] = new_max[0];
         m[1] = new_max[1];
         sum[0] *= alpha[0];
         sum[1] *= alpha[1];
-        if (__any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f)) {
+        if (started && __any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f)) {
 #pragma unroll
             for (int i = 0; i < kHalfDims / 2; ++i) o[i] *= alpha[i / 2 % 2];
         }
@@ -409,18 +389,17 @@ struct Consumer {
     MDI_DEVICE Descriptor values(int buffer) const { return {shared.k[buffer] + group * (kAtoms / 2) * kAtomBytes, kAtomBytes}; }
 
     // The other consumer's step b: waits for its P, adjusts to its maximum and starts O += P V.
-    MDI_DEVICE void start_other(int b) {
-        const int parity = b >> 1 & 1;
-        ptx::mbarrier_wait(address_of(&shared.p_ready[other]), parity);
+    MDI_DEVICE void start_other(int b, bool started) {
+        ptx::mbarrier_wait(address_of(&shared.p_ready[other]), b >> 1 & 1);
+        ptx::fence_proxy_async();
         const float new_max[2] = {shared.row_max[other][row], shared.row_max[other][row + 8]};
-        rescale(new_max);
-        ptx::mbarrier_wait(address_of(&shared.full[other]), parity);  // complete already; orders this thread after the producer
+        rescale(new_max, started);
         const Descriptor p(shared.p[other], 16), v = values(other);
         fence_registers(o);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kSlots / 16; ++k) {
-            wgmma_bf16_ss<kHalfDims, 0, 1>(o, p.at(k * 32), v.at(k * 2048), true);
+            wgmma_bf16_ss<kHalfDims, 0, 1>(o, p.at(k * 32), v.at(k * 2048), started || k > 0);
         }
         wgmma_commit();
     }
@@ -428,6 +407,7 @@ struct Consumer {
     // S = Q K^T of this consumer's own step b
     MDI_DEVICE void start_scores(float (&s)[kSlots / 2], int b) const {
         ptx::mbarrier_wait(address_of(&shared.full[group]), b >> 1 & 1);
+        ptx::fence_proxy_async();  // the producer's stores to K, for the wgmma of both consumers (p_ready orders the other)
         const Descriptor q(shared.q, 16), k(shared.k[group], 16);
         fence_registers(s);
         wgmma_fence();
@@ -469,14 +449,13 @@ struct Consumer {
     MDI_DEVICE void probabilities(const float (&s)[kSlots / 2], const float (&new_max)[2], float (&part)[2],
                                   uint32_t (&p)[kSlots / 4]) {
         part[0] = part[1] = 0.f;
-        uint8_t* to = shared.p[group] + 4 * (lane % 4);
 #pragma unroll
         for (int i = 0; i < kSlots / 4; ++i) {
             const float p0 = exp_of(s[2 * i] - new_max[i % 2]), p1 = exp_of(s[2 * i + 1] - new_max[i % 2]);
             part[i % 2] += p0 + p1;
             p[i] = ptx::pack_bf16x2(p0, p1);
-            *reinterpret_cast<uint32_t*>(to + atom_offset(row + 8 * (i % 2), i / 2)) = p[i];
         }
+        AtomWriter(shared.p[group], warp, lane).store(p);
         if (lane % 4 == 0) {
             shared.row_max[group][row] = new_max[0];
             shared.row_max[group][row + 8] = new_max[1];
@@ -486,7 +465,7 @@ struct Consumer {
     }
 
     // O += P V of the own step, P from registers
-    MDI_DEVICE void own_values(uint32_t (&p)[kSlots / 4]) {
+    MDI_DEVICE void own_values(uint32_t (&p)[kSlots / 4], bool started) {
         const Descriptor v = values(group);
         fence_registers(o);
         fence_registers(p);
@@ -494,7 +473,7 @@ struct Consumer {
 #pragma unroll
         for (int k = 0; k < kSlots / 16; ++k) {
             const uint32_t a[4] = {p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]};
-            wgmma_bf16_rs<kHalfDims, 1>(o, a, v.at(k * 2048), true);
+            wgmma_bf16_rs<kHalfDims, 1>(o, a, v.at(k * 2048), started || k > 0);
         }
         wgmma_commit();
         wgmma_wait<0>();
@@ -511,20 +490,20 @@ struct Consumer {
     // scores, or after them. A template argument, because ptxas serialises wgmma groups that are open across a branch.
     enum class Other { kNone, kBefore, kAfter };
 
-    // The consumer's own step b.
+    // The consumer's own step b. is_second: O holds nothing yet when the other's step b - 1 comes.
     template <Other kWhen>
-    MDI_DEVICE void own_step(int b, bool is_last) {
+    MDI_DEVICE void own_step(int b, bool is_second, bool is_last) {
         float s[kSlots / 2], new_max[2], part[2];
         uint32_t p[kSlots / 4];
         if constexpr (kWhen == Other::kBefore) {
-            start_other(b - 1);
+            start_other(b - 1, !is_second);
             start_scores(s, b);
             wgmma_wait<1>();
             arrive(shared.empty[other]);
             wgmma_wait<0>();
         } else if constexpr (kWhen == Other::kAfter) {
             start_scores(s, b);
-            start_other(b - 1);
+            start_other(b - 1, !is_second);
             wgmma_wait<1>();
         } else {
             start_scores(s, b);
@@ -539,32 +518,30 @@ struct Consumer {
             arrive(shared.empty[other]);
         }
         fence_registers(o);
-        rescale(new_max);
+        rescale(new_max, kWhen != Other::kNone);
         sum[0] += part[0];
         sum[1] += part[1];
-        own_values(p);
+        own_values(p, kWhen != Other::kNone);
         arrive(shared.empty[group]);
     }
 
     // Steps first..last of one item; step b is in K tile b % 2, which is also the consumer it belongs to.
     MDI_DEVICE void attend(int first, int last) {
-#pragma unroll
-        for (int i = 0; i < kHalfDims / 2; ++i) o[i] = 0.f;
         m[0] = m[1] = kMaxStart;
         sum[0] = sum[1] = 0.f;
         int b = first + ((first ^ group) & 1);
         if (b > last) arrive(shared.q_empty);  // no step of its own
         if (b == first) {
-            own_step<Other::kNone>(b, b + 2 > last);
+            own_step<Other::kNone>(b, false, b + 2 > last);
             b += 2;
         }
         if (group == 0) {
-            for (; b <= last; b += 2) own_step<Other::kBefore>(b, b + 2 > last);
+            for (; b <= last; b += 2) own_step<Other::kBefore>(b, b == first + 1, b + 2 > last);
         } else {
-            for (; b <= last; b += 2) own_step<Other::kAfter>(b, b + 2 > last);
+            for (; b <= last; b += 2) own_step<Other::kAfter>(b, b == first + 1, b + 2 > last);
         }
         if (((last ^ group) & 1) != 0) {
-            start_other(last);
+            start_other(last, last != first);
             finish_other();
         }
     }
@@ -591,24 +568,27 @@ struct Consumer {
             const float total = valid_sum + expf(exponent > 88.f ? 88.f : exponent);  // finite; a NaN sink stays NaN
             factor[f] = valid_sum == 0.f ? 0.f : kKeyFactor / total;          // 0: no valid lane (the largest p is 1)
         }
-        const int blocks_rows = threadIdx.x % kGroupThreads / 8, chunk = threadIdx.x % 8;
-        bf16* out = params.out + (static_cast<int64_t>(item / blocks) * params.num_heads + first_head) * kHeadDim +
+        const int first_row = threadIdx.x % kGroupThreads / 8, chunk = threadIdx.x % 8;
+        bf16* out = params.out + (static_cast<int64_t>(item / blocks) * params.num_heads + first_head + first_row) * kHeadDim +
                     group * kHalfDims + chunk * 8;
-        uint8_t* stage = shared.p[group];
+        const AtomWriter stage(shared.p[group], warp, lane);
+        const uint8_t* staged = shared.p[group] + atom_offset(first_row, chunk);  // row + 16 has the same swizzle
 #pragma unroll
         for (int part = 0; part < kHalfDims / 64; ++part) {
+            uint32_t pairs[16];
 #pragma unroll
-            for (int i = 0; i < 16; ++i) {  // tile of 8 columns i / 2, row half i % 2
+            for (int i = 0; i < 16; ++i) {
                 const float* value = o + part * 32 + 2 * i;
-                const uint32_t pair = ptx::pack_bf16x2(value[0] * factor[i % 2], value[1] * factor[i % 2]);
-                *reinterpret_cast<uint32_t*>(stage + atom_offset(row + 8 * (i % 2), i / 2) + 4 * (lane % 4)) = pair;
+                pairs[i] = ptx::pack_bf16x2(value[0] * factor[i % 2], value[1] * factor[i % 2]);
             }
+            stage.store(pairs);
             ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
-            for (int head = blocks_rows; head < num_heads; head += kGroupThreads / 8) {
-                const uint4 v = *reinterpret_cast<const uint4*>(stage + atom_offset(head, chunk));  // 0 4 1 5 2 6 3 7
-                *reinterpret_cast<uint4*>(out + head * kHeadDim + part * 64) =
-                    make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.x, v.y, 0x7632),
-                               __byte_perm(v.z, v.w, 0x7632));
+#pragma unroll
+            for (int i = 0; i < kHeads / 16; ++i) {
+                const uint4 v = *reinterpret_cast<const uint4*>(staged + i * 16 * 128);
+                if (first_row + i * 16 < num_heads) {
+                    *reinterpret_cast<uint4*>(out + i * 16 * kHeadDim + part * 64) = from_key_order(v);
+                }
             }
             ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
         }
@@ -651,7 +631,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
             ptx::mbarrier_init(address_of(&shared.empty[i]), 8);           // a lane of each consumer warp
             ptx::mbarrier_init(address_of(&shared.p_ready[i]), 4);         // a lane of each warp of consumer i
         }
-        ptx::mbarrier_init(address_of(&shared.q_full), 4);
+        ptx::mbarrier_init(address_of(&shared.q_full), 4);                 // a lane of each producer warp
         ptx::mbarrier_init(address_of(&shared.q_empty), 8);
         ptx::fence_mbarrier_init();
     }

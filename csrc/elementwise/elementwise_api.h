@@ -269,9 +269,10 @@ inline HcExpandMixParams expand_mix_params(const char* op, const Tensor& y, cons
     const int64_t tokens = mix.num_tokens, n = mix.num_streams, width = mix.width;
     MDI_CHECK(op, y, y.dim() == 2, "must be [T, N], got ", list_string(y.sizes()));
     p.y_stride = check_rows(op, "y", y, scope.device, tokens, width);
-    check_dense(op, "last_pre", last_pre, scope.device, {ScalarType::Float}, {{"T", tokens}, {"n", n}}, 4);
-    check_dense(op, "last_post", last_post, scope.device, {ScalarType::Float}, {{"T", tokens}, {"n", n}}, 4);
-    check_dense(op, "last_comb", last_comb, scope.device, {ScalarType::Float}, {{"T", tokens}, {"n", n}, {"n", n}}, 4);
+    const int64_t align = n == 4 ? 16 : 4;  // the kernel copies n coefficients at a time
+    check_dense(op, "last_pre", last_pre, scope.device, {ScalarType::Float}, {{"T", tokens}, {"n", n}}, align);
+    check_dense(op, "last_post", last_post, scope.device, {ScalarType::Float}, {{"T", tokens}, {"n", n}}, align);
+    check_dense(op, "last_comb", last_comb, scope.device, {ScalarType::Float}, {{"T", tokens}, {"n", n}, {"n", n}}, align);
     check_dense(op, "out", out, scope.device, {ScalarType::BFloat16}, {{"T", tokens}, {"n", n}, {"N", width}});
     check_dense(op, "x", x, scope.device, {ScalarType::BFloat16}, {{"T", tokens}, {"N", width}});
     p.y = data<const bf16>(y);

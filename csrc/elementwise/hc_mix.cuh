@@ -1,6 +1,5 @@
-// What hc_mix.cu and hc_expand_mix.cu share: fn split into three bf16 planes in shared memory, the tensor-core step, the
-// partial sums, and the coefficients made of them. See hc_mix.cu for the scheme. The order of every
-// sum is the same in both, so that their coefficients have the same bits.
+// What hc_mix.cu and hc_expand_mix.cu share: the pass over the streams that makes the partial sums of the projection, and the
+// coefficients made of them. See hc_mix.cu for the scheme. Both kernels are one template, so their sums have one order.
 #pragma once
 #include "common/launch.h"
 #include "common/number_formats.cuh"
@@ -11,134 +10,324 @@
 
 namespace mdi::elementwise {
 
-constexpr int kSlice = 320;         // columns of a block
-constexpr int kStep = 32;           // columns of a step: 8 a lane, two mma of K = 16
-constexpr int kNumPlanes = 3;       // hi, mid, lo
-constexpr int kMixThreads = 256;
-constexpr int kMixWarps = kMixThreads / 32;
+constexpr int kMixWarps = 10;
+constexpr int kMixThreads = kMixWarps * 32;
+constexpr int kWarpColumns = 16;                        // columns of a warp in every stream: one mma of K = 16 a stream
+constexpr int kSlice = kMixWarps * kWarpColumns;        // columns of a block
+constexpr int kTileTokens = 16;                         // M of the mma
+constexpr int kNumPlanes = 3;                           // hi, mid, lo
+constexpr int kSliceVectors = kSlice / kVector;
+static_assert(kSliceVectors * kTileTokens == kMixThreads, "a thread copies the same vector of every row of its token");
 
 template <int kStreams>
 struct MixTraits {
     static constexpr int kNumMixes = 2 * kStreams + kStreams * kStreams;
     static constexpr int kColTiles = ceil_div(kNumMixes, 8);       // mma column tiles
-    static constexpr int kRows = 8 * kColTiles;                    // rows of a plane, zero past kNumMixes
-    static constexpr int kPitch = kStreams * kSlice + 32;          // bf16 of a row; 64 bytes past a multiple of 128
-    static constexpr int kPartial = kRows + 8;                     // floats of a token and slice: sums, then the square sum
-    static constexpr int kSmemBytes = kNumPlanes * kRows * kPitch * 2;
+    static constexpr int kRows = 8 * kColTiles;                    // rows of fn in the mma, zero past kNumMixes
+    static constexpr int kPartial = kRows + 4;                     // floats of a token and slice: sums, then the square sum
     static_assert(kNumMixes + 1 <= 32, "a warp holds the coefficients of a token, one a lane");
-    static_assert(kPitch * 2 % 128 == 64, "rows g and g + 1 must fall on different banks");
-    static_assert(kSmemBytes <= 227 * 1024, "shared memory of a block");
 };
 
-// value = hi + mid + lo, each a bf16; exact unless lo falls below the smallest subnormal
-MDI_DEVICE void split_bf16(float value, bf16 (&plane)[kNumPlanes]) {
-#pragma unroll
-    for (int p = 0; p < kNumPlanes; ++p) {
-        plane[p] = static_cast<bf16>(pack_pair(value, 0.0f) & 0xffffu);
-        value -= bf16_bits_to_float(plane[p]);
-    }
-}
+// Shared memory: kStages tiles [token][row][column of the slice], row = stream (then y), each with the tokens' coefficients
+// [post | comb | pre] when expanding; then two buffers of the warps' sums [warp][token][row of fn] and square sums.
+template <int kStreams, bool kExpand>
+struct PassTraits : MixTraits<kStreams> {
+    using Mix = MixTraits<kStreams>;
+    static constexpr int kTokenRows = kStreams + (kExpand ? 1 : 0);
+    // bf16 between tokens: 8 or 24 words past a multiple of 32, so that the 8-byte reads of four tokens fall on all banks
+    static constexpr int kTokenPitch = kTokenRows * kSlice + 16;
+    static constexpr int kPost = 0, kComb = kStreams, kPre = kStreams + kStreams * kStreams;
+    static constexpr int kCoefficients = align_up(2 * kStreams + kStreams * kStreams, 4);
+    // floats between tokens: 4 past a multiple of 8, so that the 16-byte reads of eight tokens fall on all 32 banks
+    static constexpr int kCoefficientPitch = kCoefficients % 8 == 4 ? kCoefficients : kCoefficients + 4;
+    static constexpr int kTileBytes = kTileTokens * kTokenPitch * 2;
+    static constexpr int kStageBytes = kTileBytes + (kExpand ? kTileTokens * kCoefficientPitch * 4 : 0);
+    static constexpr int kSumFloats = kMixWarps * kTileTokens * Mix::kRows;
+    static constexpr int kBufferFloats = kSumFloats + kMixWarps * kTileTokens;
+    static constexpr int kStages = min_of(8, (227 * 1024 - 2 * kBufferFloats * 4) / kStageBytes);
+    static constexpr int kAhead = kStages - 2;  // tiles in flight; one is computed, one is copied out
+    static constexpr int kSmemBytes = kStages * kStageBytes + 2 * kBufferFloats * 4;
+    static_assert(kAhead >= 3 && kStageBytes % 16 == 0, "a pipeline");
+};
 
-// This block's columns of fn, split, into shared memory [plane][row][stream * kSlice + column]; zero outside fn.
+// This lane's part of fn for the whole kernel: the mma B operand of every stream, column tile and plane.
 template <int kStreams>
-MDI_DEVICE void load_planes(const HcMixParams& p, int first_column, bf16* planes) {
-    using T = MixTraits<kStreams>;
-    constexpr int kPerRow = kSlice / 4;
-    constexpr int kItems = T::kRows * kStreams * kPerRow;
-#pragma unroll 10
-    for (int item = threadIdx.x; item < kItems; item += kMixThreads) {
-        const int column = item % kPerRow * 4, stream = item / kPerRow % kStreams, row = item / (kPerRow * kStreams);
-        float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (row < T::kNumMixes && first_column + column < p.width)
-            value = *reinterpret_cast<const float4*>(p.fn + (static_cast<int64_t>(row) * kStreams + stream) * p.width +
-                                                     first_column + column);
-        bf16 split[4][kNumPlanes];
-        split_bf16(value.x, split[0]);
-        split_bf16(value.y, split[1]);
-        split_bf16(value.z, split[2]);
-        split_bf16(value.w, split[3]);
-#pragma unroll
-        for (int plane = 0; plane < kNumPlanes; ++plane)
-            *reinterpret_cast<uint2*>(planes + (plane * T::kRows + row) * T::kPitch + stream * kSlice + column) =
-                make_uint2(split[0][plane] | static_cast<uint32_t>(split[1][plane]) << 16,
-                           split[2][plane] | static_cast<uint32_t>(split[3][plane]) << 16);
-    }
-}
-
-// A step of one stream for a warp tile of 16 kRowTiles tokens: the 8 columns of this lane in rows g, g + 8, ...
-template <int kRowTiles>
-using Rows = uint4[2 * kRowTiles];
-
-template <int kStreams, int kRowTiles>
-struct Accumulators {
-    float sum[kRowTiles][MixTraits<kStreams>::kColTiles][4];    // float32 sum of hi over the finished steps
-    float high[kRowTiles][MixTraits<kStreams>::kColTiles][4];   // hi of this step
-    float rest[kRowTiles][MixTraits<kStreams>::kColTiles][4];   // mid and lo
-    float square[2 * kRowTiles];                             // of this lane's columns in its rows
+struct Fragments {
+    uint32_t pair[kStreams][MixTraits<kStreams>::kColTiles][kNumPlanes][2];
 };
 
-MDI_DEVICE void multiply(float (&d)[4], const uint4& upper, const uint4& lower, const uint4& fn) {
-    // K slots 2t, 2t+1 and 2t+8, 2t+9 of the two mma stand for this lane's columns 0..3 and 4..7 in both operands
-    const uint32_t first[4] = {upper.x, lower.x, upper.y, lower.y};
-    const uint32_t second[4] = {upper.z, lower.z, upper.w, lower.w};
-    ptx::mma_bf16_m16n8k16(d, first, fn.x, fn.y);
-    ptx::mma_bf16_m16n8k16(d, second, fn.z, fn.w);
+// two values = hi + mid + lo, each a bf16 pair; exact unless lo falls below the smallest subnormal
+MDI_DEVICE void split_pair(float even, float odd, uint32_t& hi, uint32_t& mid, uint32_t& lo) {
+    hi = pack_pair(even, odd);
+    even -= even_value(hi);
+    odd -= odd_value(hi);
+    mid = pack_pair(even, odd);
+    lo = pack_pair(even - even_value(mid), odd - odd_value(mid));
 }
 
-// `fragment`: this lane's 16 bytes of row g, plane 0, at the step's columns
-template <int kStreams, int kRowTiles>
-MDI_DEVICE void add_step(const Rows<kRowTiles>& rows, const bf16* fragment, Accumulators<kStreams, kRowTiles>& acc) {
+// `column`: the first of this lane's four. K slots 2t, 2t+1 and 2t+8, 2t+9 of the mma stand for them in both operands.
+template <int kStreams>
+MDI_DEVICE void load_fragments(const HcMixParams& p, int column, Fragments<kStreams>& fn) {
     using T = MixTraits<kStreams>;
+    const int g = static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll
-    for (int plane = 0; plane < kNumPlanes; ++plane) {
+    for (int s = 0; s < kStreams; ++s)
 #pragma unroll
         for (int c = 0; c < T::kColTiles; ++c) {
-            const uint4 fn = *reinterpret_cast<const uint4*>(fragment + (plane * T::kRows + c * 8) * T::kPitch);
+            const int row = c * 8 + g;
+            float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (row < T::kNumMixes && column < p.width)
+                value = *reinterpret_cast<const float4*>(p.fn + (static_cast<int64_t>(row) * kStreams + s) * p.width + column);
+            auto& pair = fn.pair[s][c];
+            split_pair(value.x, value.y, pair[0][0], pair[1][0], pair[2][0]);
+            split_pair(value.z, value.w, pair[0][1], pair[1][1], pair[2][1]);
+        }
+}
+
+MDI_DEVICE void unpack(const uint2& packed, float (&value)[4]) {
+    value[0] = even_value(packed.x);
+    value[1] = odd_value(packed.x);
+    value[2] = even_value(packed.y);
+    value[3] = odd_value(packed.y);
+}
+
+MDI_DEVICE uint2 pack(const float (&value)[4]) { return make_uint2(pack_pair(value[0], value[1]), pack_pair(value[2], value[3])); }
+
+// One token's n floats of a coefficient row; 16 bytes at n = 4.
+template <int kStreams>
+MDI_DEVICE void copy_coefficients(float* target, const float* source) {
+    const uint32_t smem = ptx::smem_address(target);
+    if constexpr (kStreams == 4) {
+        ptx::cp_async_16(smem, source);
+    } else {
 #pragma unroll
-            for (int r = 0; r < kRowTiles; ++r)
-                multiply(plane == 0 ? acc.high[r][c] : acc.rest[r][c], rows[2 * r], rows[2 * r + 1], fn);
+        for (int i = 0; i < kStreams; ++i) ptx::cp_async_small<4>(smem + 4 * i, source + i);
+    }
+}
+
+// Starts the copy of a tile into `stage`; columns past N and tokens past T become zero. A thread copies one vector of every
+// row of one token: kSliceVectors neighbouring threads read a row's whole slice.
+template <int kStreams, bool kExpand>
+MDI_DEVICE void fetch_tile(const HcExpandMixParams& p, int tile, char* stage) {
+    using T = PassTraits<kStreams, kExpand>;
+    const HcMixParams& mix = p.mix;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int local = thread / kSliceVectors, vector = thread % kSliceVectors * kVector;
+    const int64_t token = static_cast<int64_t>(tile) * kTileTokens + local;
+    const int column = static_cast<int>(blockIdx.y) * kSlice + vector;
+    const bool live = token < mix.num_tokens && column < mix.width;
+    const uint32_t bytes = live ? 16 : 0;
+    const bf16* source = mix.streams + (live ? token * kStreams * mix.width + column : 0);
+    const int64_t row_step = live ? mix.width : 0;
+    const uint32_t target = ptx::smem_address(stage) + (local * T::kTokenPitch + vector) * 2;
+#pragma unroll
+    for (int s = 0; s < kStreams; ++s) ptx::cp_async_16_zfill(target + s * kSlice * 2, source + s * row_step, bytes);
+    if constexpr (kExpand) {
+        ptx::cp_async_16_zfill(target + kStreams * kSlice * 2, p.y + (live ? token * p.y_stride + column : 0), bytes);
+        constexpr int kParts = kStreams + 2;  // post, the rows of comb, pre
+        const int part = thread % kParts;
+        const int64_t owner = static_cast<int64_t>(tile) * kTileTokens + thread / kParts;
+        if (thread < kTileTokens * kParts && owner < mix.num_tokens) {
+            const float* from = part == 0 ? p.post + owner * kStreams
+                                : part <= kStreams ? p.comb + (owner * kStreams + part - 1) * kStreams
+                                                   : p.pre + owner * kStreams;
+            float* coefficients = reinterpret_cast<float*>(stage + T::kTileBytes);
+            copy_coefficients<kStreams>(coefficients + thread / kParts * T::kCoefficientPitch + part * kStreams, from);
         }
     }
+}
+
+// n coefficients of a token; one 16-byte read at n = 4
+template <int kStreams>
+MDI_DEVICE void read_coefficients(const float* source, float (&c)[kStreams]) {
+    if constexpr (kStreams == 4) {
+        const float4 four = *reinterpret_cast<const float4*>(source);
+        c[0] = four.x, c[1] = four.y, c[2] = four.z, c[3] = four.w;
+    } else {
 #pragma unroll
-    for (int r = 0; r < 2 * kRowTiles; ++r) {
-        float value[kVector];
-        unpack(rows[r], value);
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) acc.square[r] = fmaf(value[e], value[e], acc.square[r]);
+        for (int i = 0; i < kStreams; ++i) c[i] = source[i];
     }
 }
 
-template <int kStreams, int kRowTiles>
-MDI_DEVICE void promote(Accumulators<kStreams, kRowTiles>& acc) {
+// Expands one token's four columns in the tile: R' over the streams, x over y. `row`: R' as mma operand.
+template <int kStreams>
+MDI_DEVICE void expand_columns(bf16* token, const float* coefficients, uint2 (&row)[kStreams]) {
+    using T = PassTraits<kStreams, true>;
+    float c[kStreams], value[4], sum[kStreams][4], x[4];
+    read_coefficients<kStreams>(coefficients + T::kPost, c);
+    unpack(*reinterpret_cast<const uint2*>(token + kStreams * kSlice), value);
 #pragma unroll
-    for (int r = 0; r < kRowTiles; ++r)
+    for (int i = 0; i < kStreams; ++i)
 #pragma unroll
-        for (int c = 0; c < MixTraits<kStreams>::kColTiles; ++c)
+        for (int e = 0; e < 4; ++e) sum[i][e] = c[i] * value[e];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                acc.sum[r][c][i] += acc.high[r][c][i];
-                acc.high[r][c][i] = 0.0f;
-            }
+    for (int j = 0; j < kStreams; ++j) {
+        read_coefficients<kStreams>(coefficients + T::kComb + j * kStreams, c);
+        unpack(*reinterpret_cast<const uint2*>(token + j * kSlice), value);
+#pragma unroll
+        for (int i = 0; i < kStreams; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[i][e] = fmaf(c[i], value[e], sum[i][e]);
+    }
+    read_coefficients<kStreams>(coefficients + T::kPre, c);
+#pragma unroll
+    for (int s = 0; s < kStreams; ++s) {
+        row[s] = pack(sum[s]);
+        *reinterpret_cast<uint2*>(token + s * kSlice) = row[s];
+        unpack(row[s], value);  // the collapse reads the rounded streams
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = s == 0 ? c[0] * value[e] : fmaf(c[s], value[e], x[e]);
+    }
+    *reinterpret_cast<uint2*>(token + kStreams * kSlice) = pack(x);
 }
 
-template <int kStreams, int kRowTiles>
-MDI_DEVICE void store_partial(const HcMixParams& p, int64_t first_token, Accumulators<kStreams, kRowTiles>& acc) {
-    using T = MixTraits<kStreams>;
-    const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-    float* partial = p.partial + static_cast<int64_t>(blockIdx.y) * p.num_tokens * T::kPartial;
+// A warp's columns of a tile: expand, multiply, and leave its sums in `buffer`.
+template <int kStreams, bool kExpand>
+MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* buffer) {
+    using T = PassTraits<kStreams, kExpand>;
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+    uint2 row[2][kStreams];  // tokens g and g + 8
+    float square[2];
 #pragma unroll
-    for (int r = 0; r < 2 * kRowTiles; ++r) {
-        const float square = warp_sum<4>(acc.square[r]);
-        const int64_t token = first_token + g + 8 * r;
-        if (token >= p.num_tokens) continue;
-        float* target = partial + token * T::kPartial;
+    for (int r = 0; r < 2; ++r) {
+        bf16* token = reinterpret_cast<bf16*>(stage) + (g + 8 * r) * T::kTokenPitch + warp * kWarpColumns + t * 4;
+        if constexpr (kExpand) {
+            const float* coefficients = reinterpret_cast<const float*>(stage + T::kTileBytes);
+            expand_columns<kStreams>(token, coefficients + (g + 8 * r) * T::kCoefficientPitch, row[r]);
+        } else {
+#pragma unroll
+            for (int s = 0; s < kStreams; ++s) row[r][s] = *reinterpret_cast<const uint2*>(token + s * kSlice);
+        }
+        square[r] = 0.0f;
+#pragma unroll
+        for (int s = 0; s < kStreams; ++s) {
+            float value[4];
+            unpack(row[r][s], value);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) square[r] = fmaf(value[e], value[e], square[r]);
+        }
+    }
+    float sum[kNumPlanes][T::kColTiles][4] = {};  // independent chains: an mma waits for the one kNumPlanes * kColTiles before
+#pragma unroll
+    for (int s = 0; s < kStreams; ++s) {
+        const uint32_t a[4] = {row[0][s].x, row[1][s].x, row[0][s].y, row[1][s].y};
+#pragma unroll
+        for (int plane = 0; plane < kNumPlanes; ++plane)
+#pragma unroll
+            for (int c = 0; c < T::kColTiles; ++c)
+                ptx::mma_bf16_m16n8k16(sum[plane][c], a, fn.pair[s][c][plane][0], fn.pair[s][c][plane][1]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int token = warp * kTileTokens + g + 8 * r;
+        square[r] = warp_sum<4>(square[r]);
 #pragma unroll
         for (int c = 0; c < T::kColTiles; ++c)
-            *reinterpret_cast<float2*>(target + c * 8 + 2 * t) =
-                make_float2(acc.sum[r / 2][c][r % 2 * 2] + acc.rest[r / 2][c][r % 2 * 2],
-                            acc.sum[r / 2][c][r % 2 * 2 + 1] + acc.rest[r / 2][c][r % 2 * 2 + 1]);
-        if (t == 0) target[T::kRows] = square;
+            *reinterpret_cast<float2*>(buffer + token * T::kRows + c * 8 + 2 * t) =
+                make_float2(sum[0][c][2 * r] + (sum[1][c][2 * r] + sum[2][c][2 * r]),
+                            sum[0][c][2 * r + 1] + (sum[1][c][2 * r + 1] + sum[2][c][2 * r + 1]));
+        if (t == 0) buffer[T::kSumFloats + token] = square[r];
     }
+}
+
+// A finished tile: R' and x to memory (the vectors that this thread fetched), the warps' sums in order to the partial sums.
+template <int kStreams, bool kExpand>
+MDI_DEVICE void finish_tile(const HcExpandMixParams& p, int tile, const char* stage, const float* buffer) {
+    using T = PassTraits<kStreams, kExpand>;
+    const HcMixParams& mix = p.mix;
+    const int thread = static_cast<int>(threadIdx.x);
+    if constexpr (kExpand) {
+        const int local = thread / kSliceVectors, vector = thread % kSliceVectors * kVector;
+        const int64_t token = static_cast<int64_t>(tile) * kTileTokens + local;
+        const int column = static_cast<int>(blockIdx.y) * kSlice + vector;
+        if (token < mix.num_tokens && column < mix.width) {
+            const bf16* source = reinterpret_cast<const bf16*>(stage) + local * T::kTokenPitch + vector;
+            bf16* out = p.out + token * kStreams * mix.width + column;
+#pragma unroll
+            for (int s = 0; s < kStreams; ++s)
+                store_evict_first(out + static_cast<int64_t>(s) * mix.width, *reinterpret_cast<const uint4*>(source + s * kSlice));
+            *reinterpret_cast<uint4*>(p.x + token * mix.width + column) =
+                *reinterpret_cast<const uint4*>(source + kStreams * kSlice);
+        }
+    }
+    constexpr int kPairs = T::kRows / 2, kItems = kTileTokens * kPairs;
+    static_assert(kItems + kTileTokens <= kMixThreads, "one sum a thread");
+    const bool is_pair = thread < kItems;
+    const int local = is_pair ? thread / kPairs : thread - kItems;
+    const int64_t token = static_cast<int64_t>(tile) * kTileTokens + local;
+    if (local >= kTileTokens || token >= mix.num_tokens) return;
+    float* target = mix.partial + (static_cast<int64_t>(blockIdx.y) * mix.num_tokens + token) * T::kPartial;
+    if (is_pair) {
+        const int pair = thread % kPairs;
+        const float* source = buffer + local * T::kRows + 2 * pair;
+        float2 sum = *reinterpret_cast<const float2*>(source);
+#pragma unroll
+        for (int warp = 1; warp < kMixWarps; ++warp) {
+            const float2 more = *reinterpret_cast<const float2*>(source + warp * kTileTokens * T::kRows);
+            sum.x += more.x;
+            sum.y += more.y;
+        }
+        *reinterpret_cast<float2*>(target + 2 * pair) = sum;
+    } else {
+        const float* source = buffer + T::kSumFloats + local;
+        float sum = *source;
+#pragma unroll
+        for (int warp = 1; warp < kMixWarps; ++warp) sum += source[warp * kTileTokens];
+        target[T::kRows] = sum;
+    }
+}
+
+// Block (x, y): tiles x * block_tiles ... of column slice y. One barrier a tile: it publishes tile i's data and the results of
+// tile i - 1, and after it the stage of tile i - 2 is free.
+template <int kStreams, bool kExpand>
+__global__ void __launch_bounds__(kMixThreads, 1) hc_pass_kernel(HcExpandMixParams p, int block_tiles) {
+    using T = PassTraits<kStreams, kExpand>;
+    char* const stages = dynamic_smem();
+    float* const buffers = reinterpret_cast<float*>(stages + T::kStages * T::kStageBytes);
+    const int first_tile = static_cast<int>(blockIdx.x) * block_tiles;
+    const int count = min_of(static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, kTileTokens)) - first_tile, block_tiles);
+#pragma unroll
+    for (int i = 0; i < T::kAhead; ++i) {
+        if (i < count) fetch_tile<kStreams, kExpand>(p, first_tile + i, stages + i * T::kStageBytes);
+        ptx::cp_async_commit();
+    }
+    Fragments<kStreams> fn;
+    const int warp = static_cast<int>(threadIdx.x) / 32, t = static_cast<int>(threadIdx.x) % 4;
+    load_fragments<kStreams>(p.mix, static_cast<int>(blockIdx.y) * kSlice + warp * kWarpColumns + t * 4, fn);
+
+    int current = 0, previous = 0, free = T::kAhead;  // stages
+    for (int i = 0; i < count; ++i) {
+        ptx::cp_async_wait<T::kAhead - 1>();
+        __syncthreads();
+        if (i + T::kAhead < count)
+            fetch_tile<kStreams, kExpand>(p, first_tile + i + T::kAhead, stages + free * T::kStageBytes);
+        ptx::cp_async_commit();
+        if (i > 0)
+            finish_tile<kStreams, kExpand>(p, first_tile + i - 1, stages + previous * T::kStageBytes,
+                                           buffers + (i - 1) % 2 * T::kBufferFloats);
+        compute_tile<kStreams, kExpand>(stages + current * T::kStageBytes, fn, buffers + i % 2 * T::kBufferFloats);
+        previous = current;
+        current = current + 1 == T::kStages ? 0 : current + 1;
+        free = free + 1 == T::kStages ? 0 : free + 1;
+    }
+    __syncthreads();
+    finish_tile<kStreams, kExpand>(p, first_tile + count - 1, stages + previous * T::kStageBytes,
+                                   buffers + (count - 1) % 2 * T::kBufferFloats);
+}
+
+// About one block a multiprocessor: blocks take as many tiles as that needs. Tiles are independent, so this choice does not
+// touch the results.
+template <int kStreams, bool kExpand>
+void launch_hc_pass(const char* name, const HcExpandMixParams& p) {
+    constexpr int kTargetBlocks = 128;
+    const int num_slices = ceil_div(p.mix.width, kSlice);
+    const int64_t num_tiles = ceil_div<int64_t>(p.mix.num_tokens, kTileTokens);
+    const auto block_tiles = static_cast<int>(max_of<int64_t>(ceil_div<int64_t>(num_tiles * num_slices, kTargetBlocks), 1));
+    const auto blocks = static_cast<unsigned>(ceil_div<int64_t>(num_tiles, block_tiles));
+    launch(name, hc_pass_kernel<kStreams, kExpand>,
+           {dim3(blocks, static_cast<unsigned>(num_slices)), dim3(kMixThreads), PassTraits<kStreams, kExpand>::kSmemBytes,
+            p.mix.stream},
+           p, block_tiles);
 }
 
 MDI_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
@@ -197,14 +386,6 @@ MDI_DEVICE void make_coefficients(const HcMixParams& p, int num_slices, int64_t 
         p.post[token * kStreams + lane - kStreams] = 2.0f * sigmoid(logit);
     else if (lane < T::kNumMixes)
         p.comb[token * kStreams * kStreams + lane - 2 * kStreams] = comb;
-}
-
-// As many tiles a block as keep about 128 blocks: fewer blocks split fn less often. A warp takes every eighth tile of its
-// block; tiles are independent, so this choice does not touch the results.
-inline int tiles_per_block(int64_t num_tiles, int num_slices) {
-    constexpr int kTargetBlocks = 128, kMaxTiles = 8 * kMixWarps;
-    const int64_t wanted = ceil_div<int64_t>(num_tiles * num_slices, kTargetBlocks);
-    return static_cast<int>(min_of<int64_t>(max_of<int64_t>(wanted, 1), kMaxTiles));
 }
 
 // Adds the slices' partial sums and makes the coefficients (kernel 2 of hc_mix.cu).

@@ -1,6 +1,7 @@
 // Eight bf16 values in a 16-byte register group, and the arithmetic around them. Runs on host and device.
 #pragma once
 #include "common/number_formats.cuh"
+#include "elementwise/elementwise.h"
 
 namespace mdi::elementwise {
 
@@ -64,6 +65,16 @@ MDI_HOST_DEVICE uint2 fold_e4m3x8(const uint2& codes, int byte, int row_byte) {
                     static_cast<uint32_t>(e4m3x2_encode(even_value(high) * ratio, odd_value(high) * ratio)) << 16;
     }
     return make_uint2(folded[0], folded[1]);
+}
+
+// 16 bytes that nobody reads before the cache has turned over: they leave L2 first.
+MDI_DEVICE void store_evict_first(bf16* target, const uint4& v) {
+#if defined(__CUDA_ARCH__)
+    // PTX: st.global.cs
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#else
+    *reinterpret_cast<uint4*>(target) = v;
+#endif
 }
 
 }  // namespace mdi::elementwise

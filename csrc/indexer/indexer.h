@@ -44,7 +44,12 @@ struct LogitsParams {
     uint16_t* out;                // [T, num_cols] bf16
     int64_t out_stride;           // elements
     int num_seqs;                 // B
-    uint8_t* workspace;           // sm90 only: see logits_sm90.cu
+    uint8_t* workspace;           // logits_sm90: logits_workspace_bytes() bytes, 1024-byte aligned
+    // second pass of logits_sm90: the portable kernel scores only the marked token blocks and key tiles (null: everything)
+    const int32_t* any_marked;        // 0: nothing to do
+    const uint8_t* marked_tokens;     // [ceil(T / 16)]
+    const uint8_t* marked_tiles;      // [B, marked_stride], 64 keys each
+    int marked_stride;
     cudaStream_t stream;
 };
 
@@ -65,6 +70,9 @@ struct TopkParams {
 void launch_quantise(const char* op, const QuantParams& params);
 void launch_cache_rows(const CacheRowsParams& params);
 void launch_logits(const LogitsParams& params);
+void launch_logits_marked(const LogitsParams& params, int num_blocks);  // Hi <= 32 and Di = 128
+int64_t logits_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t num_cols);
+void launch_logits_sm90(const LogitsParams& params);
 void launch_candidate_logits(const LogitsParams& params);
 void launch_topk(const TopkParams& params);
 void launch_candidate_blocks(const TopkParams& params);

@@ -13,6 +13,11 @@ inline void define_indexer(Library& m) {
     m.def(
         "indexer_logits(Tensor q_codes, Tensor q_scale, Tensor weights, Tensor keys, Tensor page_table, Tensor seq_of_token, "
         "Tensor visible, int entries_per_page, Tensor(a!) out) -> ()");
+#ifdef MDI_WITH_SM90
+    m.def(
+        "indexer_logits_sm90(Tensor q_codes, Tensor q_scale, Tensor weights, Tensor keys, Tensor page_table, Tensor seq_of_token, "
+        "Tensor visible, int entries_per_page, Tensor(a!) workspace, Tensor(b!) out) -> ()");
+#endif
     m.def(
         "indexer_candidate_logits(Tensor q_codes, Tensor q_scale, Tensor weights, Tensor keys, Tensor page_table, "
         "Tensor seq_of_token, Tensor visible, int entries_per_page, Tensor candidates, int block_size, Tensor(a!) out) -> ()");
@@ -144,6 +149,28 @@ inline void logits(const Tensor& q_codes, const Tensor& q_scale, const Tensor& w
                                 entries_per_page, out, scope));
 }
 
+#ifdef MDI_WITH_SM90
+inline void logits_sm90(const Tensor& q_codes, const Tensor& q_scale, const Tensor& weights, const Tensor& keys,
+                        const Tensor& page_table, const Tensor& seq_of_token, const Tensor& visible, int64_t entries_per_page,
+                        const Tensor& workspace, const Tensor& out) {
+    constexpr const char* op = "indexer.logits";
+    const DeviceScope scope(q_codes);
+    LogitsParams p = logits_params(op, q_codes, q_scale, weights, keys, page_table, seq_of_token, visible, entries_per_page, out,
+                                   scope);
+    check_all(op, scope, {{"workspace", workspace}});
+    MDI_CHECK_DTYPE(op, workspace, ScalarType::Byte);
+    if (workspace.numel() > 0) {  // none: the portable kernel runs
+        MDI_CHECK(op, q_codes, p.num_heads <= 32 && p.head_dim == 128, "must have at most 32 heads of 128 to be folded, got ",
+                  list_string(q_codes.sizes()));
+        const int64_t needed = logits_workspace_bytes(p.num_tokens, p.num_seqs, p.num_cols);
+        MDI_CHECK(op, workspace, workspace.numel() >= needed, "must hold ", needed, " bytes, got ", workspace.numel());
+        MDI_CHECK_ALIGN(op, workspace, 16);
+        p.workspace = data<uint8_t>(workspace);
+    }
+    launch_logits_sm90(p);
+}
+#endif
+
 inline void candidate_logits(const Tensor& q_codes, const Tensor& q_scale, const Tensor& weights, const Tensor& keys,
                              const Tensor& page_table, const Tensor& seq_of_token, const Tensor& visible,
                              int64_t entries_per_page, const Tensor& candidates, int64_t block_size, const Tensor& out) {
@@ -247,6 +274,9 @@ inline void implement_indexer(Library& m) {
     m.impl("indexer_write_keys", TORCH_BOX(&write_keys));
     m.impl("indexer_quant_query", TORCH_BOX(&quant_query));
     m.impl("indexer_logits", TORCH_BOX(&logits));
+#ifdef MDI_WITH_SM90
+    m.impl("indexer_logits_sm90", TORCH_BOX(&logits_sm90));
+#endif
     m.impl("indexer_candidate_logits", TORCH_BOX(&candidate_logits));
     m.impl("indexer_candidate_blocks", TORCH_BOX(&candidate_blocks));
     m.impl("indexer_topk", TORCH_BOX(&topk));

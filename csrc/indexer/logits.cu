@@ -167,13 +167,9 @@ __device__ __forceinline__ void fill_neg_inf(uint16_t* row, int begin, int end) 
 }
 
 template <int kHeads, int kDim>
-__global__ void __launch_bounds__(kThreads, 1) logits_kernel(LogitsParams p, int num_token_blocks, int chunk_cols) {
+__device__ __forceinline__ void score_unit(const LogitsParams& p, int token_block, int chunk, int chunk_cols,
+                                           typename Traits<kHeads, kDim>::SharedStorage& shared) {
     using T = Traits<kHeads, kDim>;
-    extern __shared__ __align__(16) uint8_t shared_bytes[];
-    auto& shared = *reinterpret_cast<typename T::SharedStorage*>(shared_bytes);
-    // token blocks vary fastest: blocks that run together read the same keys
-    const int token_block = static_cast<int>(blockIdx.x % num_token_blocks);
-    const int chunk = static_cast<int>(blockIdx.x / num_token_blocks);
     const int first_col = chunk * chunk_cols, end_col = min_of(first_col + chunk_cols, p.num_cols);
     const int first_token = token_block * T::kBlockTokens;
     const int num_tokens = min_of(T::kBlockTokens, p.num_tokens - first_token);
@@ -246,6 +242,37 @@ __global__ void __launch_bounds__(kThreads, 1) logits_kernel(LogitsParams p, int
     }
 }
 
+// True when a unit of the second pass (see LogitsParams) holds a marked token block or key tile.
+template <int kHeads, int kDim>
+__device__ __forceinline__ bool is_marked(const LogitsParams& p, int token_block, int chunk, int chunk_cols) {
+    using T = Traits<kHeads, kDim>;
+    bool marked = p.marked_tokens[token_block] != 0;
+    const int first_token = token_block * T::kBlockTokens, end_token = min_of(first_token + T::kBlockTokens, p.num_tokens);
+    const int first_tile = chunk * (chunk_cols / kTileKeys);
+    for (int i = threadIdx.x; i < T::kBlockTokens * (chunk_cols / kTileKeys); i += kThreads) {
+        const int token = first_token + i % T::kBlockTokens, tile = first_tile + i / T::kBlockTokens;
+        if (token >= end_token || tile * kTileKeys >= min_of(p.visible[token], p.num_cols)) continue;
+        const int seq = p.seq_of_token[token];
+        if (seq >= 0 && seq < p.num_seqs) marked |= p.marked_tiles[static_cast<int64_t>(seq) * p.marked_stride + tile] != 0;
+    }
+    return __syncthreads_or(marked) != 0;
+}
+
+template <int kHeads, int kDim>
+__global__ void __launch_bounds__(kThreads, 1) logits_kernel(LogitsParams p, int num_token_blocks, int chunk_cols, int64_t num_units) {
+    using T = Traits<kHeads, kDim>;
+    extern __shared__ __align__(16) uint8_t shared_bytes[];
+    auto& shared = *reinterpret_cast<typename T::SharedStorage*>(shared_bytes);
+    const bool second_pass = p.any_marked != nullptr;
+    if (second_pass && *p.any_marked == 0) return;
+    for (int64_t unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
+        // token blocks vary fastest: blocks that run together read the same keys
+        const int token_block = static_cast<int>(unit % num_token_blocks), chunk = static_cast<int>(unit / num_token_blocks);
+        if (second_pass && !is_marked<kHeads, kDim>(p, token_block, chunk, chunk_cols)) continue;
+        score_unit<kHeads, kDim>(p, token_block, chunk, chunk_cols, shared);
+    }
+}
+
 template <int kHeads, int kDim>
 void launch_one(const LogitsParams& p) {
     using T = Traits<kHeads, kDim>;
@@ -257,7 +284,7 @@ void launch_one(const LogitsParams& p) {
     const int64_t blocks = static_cast<int64_t>(token_blocks) * ceil_div(tiles, chunk_tiles);
     launch("indexer.logits", logits_kernel<kHeads, kDim>,
            {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), sizeof(typename T::SharedStorage), p.stream}, p, token_blocks,
-           chunk_tiles * kTileKeys);
+           chunk_tiles * kTileKeys, blocks);
 }
 
 template <int kDim>
@@ -273,6 +300,17 @@ void launch_heads(const LogitsParams& p) {
 void launch_logits(const LogitsParams& params) {
     if (params.head_dim == 128) launch_heads<128>(params);
     else launch_heads<64>(params);
+}
+
+void launch_logits_marked(const LogitsParams& params, int num_blocks) {
+    using T = Traits<32, 128>;
+    static_assert(T::kBlockTokens == 16, "marked_tokens holds one byte per 16 tokens");
+    constexpr int kChunkTiles = 8;
+    const int token_blocks = ceil_div(params.num_tokens, T::kBlockTokens), tiles = ceil_div(params.num_cols, kTileKeys);
+    const int64_t units = static_cast<int64_t>(token_blocks) * ceil_div(tiles, kChunkTiles);
+    launch("indexer.logits", logits_kernel<32, 128>,
+           {dim3(static_cast<unsigned>(min_of<int64_t>(units, num_blocks))), dim3(kThreads), sizeof(T::SharedStorage), params.stream},
+           params, token_blocks, kChunkTiles * kTileKeys, units);
 }
 
 }  // namespace mdi::indexer

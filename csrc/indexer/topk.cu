@@ -8,8 +8,8 @@
 // and does not depend on scheduling: atomics only count, or fill a buffer whose order is never used.
 //
 // Fast path, one read of the row: a strided sample of 4,096 items gives a threshold that clearly more than k items pass
-// (about k + 8 sqrt + 16 in sample units). One pass collects (key, index) of the items at or above it in shared memory;
-// a radix select over the collected keys finds T; two bit maps over the row (above T, equal to T), filled from the buffer,
+// (about k + 8 sqrt + 16 in sample units; found among the threads' maxima by counting, without atomics). One pass collects (key, index) of the items at or above it in shared memory;
+// one histogram over the collected keys (radix passes where their range is wide) finds T; two bit maps over the row (above T, equal to T), filled from the buffer,
 // put the ids in ascending order with one prefix sum. A row of at most kCapacity items is collected whole.
 // Exact path: when the sample misjudged (fewer than k or more than kCapacity collected: many equal scores), or the row is
 // too long for the bit maps: a radix select that reads the row once per 8 key bits, then an ordered pass. Same answer.
@@ -176,6 +176,35 @@ struct DigitCounter {
     }
 };
 
+// The digit that holds the rank-th largest key of the histogram -> shared.digit; its rank inside the digit and the number of
+// keys in higher digits -> shared.rank, shared.above. Needs at least `rank` keys. Barriers before and behind are inside.
+__device__ __forceinline__ void find_digit(int rank, Shared& shared) {
+    __syncthreads();
+    if (threadIdx.x < 32) {  // lane l owns digits 255-8l .. 248-8l, from the top
+        const int lane = threadIdx.x;
+        int sum = 0;
+        for (int i = 0; i < 8; ++i) sum += shared.histogram[255 - 8 * lane - i];
+        int inclusive = sum;
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
+            if (lane >= step) inclusive += other;
+        }
+        int before = inclusive - sum;
+        if (before < rank && rank <= inclusive) {  // exactly one lane
+            for (int i = 0; i < 8; ++i) {
+                const int digit = 255 - 8 * lane - i, here = shared.histogram[digit];
+                if (before < rank && rank <= before + here) {
+                    shared.digit = static_cast<uint32_t>(digit);
+                    shared.rank = rank - before;
+                    shared.above = before;
+                }
+                before += here;
+            }
+        }
+    }
+    __syncthreads();
+}
+
 // The rank-th largest of the keys that `for_each` hands to its callable, rank >= 1, and how many keys are above it. At least
 // `rank` keys must be handed out. All threads call it and all get the result. kKeyBytes: leading key bytes that can differ.
 template <int kKeyBytes, class ForEach>
@@ -193,30 +222,7 @@ __device__ __forceinline__ uint32_t select_key(const ForEach& for_each, int rank
             if (byte == 3 || (key >> (shift + 8)) == (prefix >> (shift + 8))) counter.add(static_cast<int>(key >> shift & 0xffu));
         });
         counter.flush();
-        __syncthreads();
-        if (threadIdx.x < 32) {  // lane l owns digits 255-8l .. 248-8l, from the top
-            const int lane = threadIdx.x;
-            int sum = 0;
-            for (int i = 0; i < 8; ++i) sum += shared.histogram[255 - 8 * lane - i];
-            int inclusive = sum;
-            for (int step = 1; step < 32; step *= 2) {
-                const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
-                if (lane >= step) inclusive += other;
-            }
-            int before = inclusive - sum;
-            if (before < rank && rank <= inclusive) {  // exactly one lane
-                for (int i = 0; i < 8; ++i) {
-                    const int digit = 255 - 8 * lane - i, here = shared.histogram[digit];
-                    if (before < rank && rank <= before + here) {
-                        shared.digit = static_cast<uint32_t>(digit);
-                        shared.rank = rank - before;
-                        shared.above = before;
-                    }
-                    before += here;
-                }
-            }
-        }
-        __syncthreads();
+        find_digit(rank, shared);
         prefix |= shared.digit << shift;
         rank = shared.rank;
         num_above += shared.above;
@@ -317,14 +323,33 @@ __device__ float sampled_threshold(const Source& source, int k, Shared& shared) 
     const float mean = static_cast<float>(k) * kSampled / static_cast<float>(source.num_items);  // of the best k in the sample
     const int rank = static_cast<int>(mean + 8.0f * sqrtf(mean) + 16.0f);
     if (rank >= kSampled) return score_of(kNoKey);
-    int num_above;
-    const uint32_t key = select_key<Source::kKeyBytes>(
-        [&](auto&& add) {
+    if (rank <= kThreads / 4) {
+        // few: the rank-th largest of the threads' maxima leaves hardly more samples above it, and needs no histogram (few
+        // digits hold nearly all scores, so its atomics queue up); 16 key bits are enough for a threshold
+        uint32_t best = keys[0];
 #pragma unroll
-            for (int i = 0; i < kPerThread * kVector; ++i) add(keys[i]);
-        },
-        rank, shared, num_above);
-    return score_of(key);
+        for (int i = 1; i < kPerThread * kVector; ++i) best = max_of(best, keys[i]);
+        uint32_t prefix = 0;
+        for (int bit = 31; bit >= 16; --bit) {
+            const uint32_t higher = prefix | 1u << bit;
+            if (__syncthreads_count(best >= higher) >= rank) prefix = higher;
+        }
+        return score_of(prefix);
+    }
+    for (int i = threadIdx.x; i < 16; i += kThreads) shared.histogram[i] = 0;
+    __syncthreads();
+    uint32_t prefix = 0;
+    for (int bit = 31; bit >= 16; --bit) {  // the same over all samples
+        const uint32_t higher = prefix | 1u << bit;
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < kPerThread * kVector; ++i) count += keys[i] >= higher;
+        count = __reduce_add_sync(0xffffffffu, count);
+        if (threadIdx.x % 32 == 0) atomicAdd(&shared.histogram[31 - bit], count);
+        __syncthreads();
+        if (shared.histogram[31 - bit] >= rank) prefix = higher;
+    }
+    return score_of(prefix);
 }
 
 // Fast path. Returns how many ids were put, or -1 when the collected set does not decide the row (nothing was put).
@@ -370,7 +395,19 @@ __device__ int select_collected(const Source& source, int k, const RowOutput& ou
 
     int num_above = 0;
     uint32_t best = kNoKey;
-    if (collected > k) {
+    bool found = collected <= k;  // everything is taken
+    if (!found && Source::kKeyBytes == 2 && threshold != all) {
+        // bf16: one pass with a digit per score value from the threshold up; the last one holds everything above
+        const uint32_t base = key_of(threshold) >> 16;
+        for (int i = threadIdx.x; i < 256; i += kThreads) shared.histogram[i] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < collected; i += kThreads) atomicAdd(&shared.histogram[min_of((keys[i] >> 16) - base, 255u)], 1);
+        find_digit(k, shared);
+        found = shared.digit != 255;
+        best = (base + shared.digit) << 16;
+        num_above = shared.above;
+    }
+    if (!found) {
         best = select_key<Source::kKeyBytes>(
             [&](auto&& add) {
                 for (int i = threadIdx.x; i < collected; i += kThreads) add(keys[i]);
@@ -435,7 +472,7 @@ __global__ void __launch_bounds__(kThreads, 3) topk_kernel(TopkParams p, bool ma
 }
 
 template <class Score>
-__global__ void __launch_bounds__(kThreads, 1) candidate_blocks_kernel(TopkParams p, bool mapped) {
+__global__ void __launch_bounds__(kThreads, sizeof(Score) == 2 ? 2 : 1) candidate_blocks_kernel(TopkParams p, bool mapped) {
     extern __shared__ __align__(16) uint8_t dynamic[];
     const int64_t token = blockIdx.x;
     BlockSource<Score> source;
@@ -452,7 +489,9 @@ __global__ void __launch_bounds__(kThreads, 1) candidate_blocks_kernel(TopkParam
 template <class Kernel>
 void launch_select(const char* op, Kernel kernel, const TopkParams& p, int num_items) {
     const bool mapped = num_items <= kMaxMapped;
-    const size_t smem = mapped ? kCapacity * 8 + static_cast<size_t>(ceil_div(num_items, 32)) * 8 : 0;
+    // the launcher raises the kernel's limit only for more than 48 KiB of dynamic memory; the static part counts too
+    const size_t needed = kCapacity * 8 + static_cast<size_t>(ceil_div(num_items, 32)) * 8;
+    const size_t smem = mapped ? (needed + sizeof(Shared) > 48 * 1024 ? max_of<size_t>(needed, 48 * 1024 + 16) : needed) : 0;
     launch(op, kernel, {dim3(static_cast<unsigned>(p.num_tokens)), dim3(kThreads), smem, p.stream}, p, mapped);
 }
 

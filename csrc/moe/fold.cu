@@ -3,13 +3,13 @@
 // fold_rows: row i of the product takes row r = a_rows ? a_rows[i] : i of a. Its scale is the largest group scale of
 // the row, S = 2^(max byte - 127), and every code becomes e4m3_rne(code * 2^(byte - max byte)). Values above rowmax /
 // 28,500 stay exact, smaller ones move by at most S * 2^-10. A NaN scale makes the row's scale NaN.
-// Columns are reordered inside every 128: 32-bit word w = 8t + q (t = 0..3 the group, q = 0..7) goes to word 4q + t,
-// so that quad lane t of the product's weight fragments owns group t. Columns past K are zero. Rows at or past
+// Columns are reordered inside every 128 (fold.cuh), columns past K are zero. Rows at or past
 // offsets[E] are neither read nor written.
 // One warp per row. Memory: 1.03 K bytes in, K out.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/reduce.cuh"
+#include "moe/fold.cuh"
 #include "moe/moe.h"
 
 namespace mdi::moe {
@@ -17,28 +17,6 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kBlocksPerSm = 8;
-
-// four E4M3 codes times 2^-shift, nearest even; NaN stays NaN
-__device__ __forceinline__ uint32_t shift_codes(uint32_t codes, int shift) {
-#if defined(__CUDA_ARCH__)
-    // 2^-shift as a pair of f16, down to the smallest subnormal; below that every code rounds to zero
-    const uint32_t half = shift <= 14 ? (15u - shift) << 10 : (shift <= 24 ? 0x200u >> (shift - 15) : 0u);
-    const uint32_t factor = half | half << 16;
-    uint32_t out;
-    asm("{\n.reg .b16 l, h;\n.reg .b32 p, q;\n.reg .b16 x, y;\nmov.b32 {l, h}, %1;\n"
-        "cvt.rn.f16x2.e4m3x2 p, l;\ncvt.rn.f16x2.e4m3x2 q, h;\n"
-        "mul.rn.f16x2 p, p, %2;\nmul.rn.f16x2 q, q, %2;\n"
-        "cvt.rn.satfinite.e4m3x2.f16x2 x, p;\ncvt.rn.satfinite.e4m3x2.f16x2 y, q;\nmov.b32 %0, {x, y};\n}\n"
-        : "=r"(out)
-        : "r"(codes), "r"(factor));
-    return out;
-#else
-    uint32_t out = 0;
-    for (int i = 0; i < 4; ++i)
-        out |= static_cast<uint32_t>(e4m3_encode(e4m3_decode(codes >> (8 * i) & 0xffu) * exp2f(static_cast<float>(-shift)))) << (8 * i);
-    return out;
-#endif
-}
 
 // the largest of `count` bytes, in every lane
 __device__ __forceinline__ uint32_t warp_max_byte(const uint8_t* __restrict__ bytes, int count) {

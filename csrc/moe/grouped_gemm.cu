@@ -21,7 +21,7 @@
 // offsets[E] are never written. A negative a_rows entry counts as a zero row.
 //
 // SASS: HMMA
-// Shared memory 86 KiB: A codes 4 x 8, B nibbles 4 x 4, A bf16 2 x 16 (also the output tile), B factors 2 x 1, prefix 4.
+// Shared memory 90 KiB: A codes 4 x 8, B nibbles 4 x 4, A bf16 2 x 16 (also the output tile), B factors 2 x 1, tiles 8.
 // Limits: E <= 1024, K and O multiples of 32, row tiles x column tiles < 2^31.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
@@ -315,7 +315,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) grouped_gemm_kernel(co
     Scheduler::build(shared.tiles, params.offsets, params.num_experts);
     const int num_tiles = Scheduler::num_tiles(shared.tiles, params.num_experts, params.num_out);
     for (int tile = static_cast<int>(blockIdx.x); tile < num_tiles; tile += static_cast<int>(gridDim.x)) {
-        const Work work(params, Scheduler::find(shared.tiles, params.offsets, params.num_experts, params.num_out, tile));
+        const Work work(params, Scheduler::find(shared.tiles, params.num_experts, params.num_out, tile));
         if (work.num_rows <= 64) compute_tile<4>(shared, work);
         else compute_tile<8>(shared, work);
     }

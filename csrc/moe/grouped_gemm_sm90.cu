@@ -21,7 +21,7 @@
 //
 // Barriers: full[s] counts the block's own producer (with all bytes of both halves); empty[s] counts one arrival per
 // consumer warp of both blocks, because a stage is overwritten in both at once.
-// Shared memory 166 KiB: ring 8 x 16, output tiles 2 x 16, prefix 4. Registers 232 x 256 + 40 x 128.
+// Shared memory 169 KiB: ring 8 x 16, output tiles 2 x 16, tiles 8. Registers 232 x 256 + 40 x 128.
 // SASS: QGMMA
 // Limits: E <= 1024, K and O multiples of 32. Rows at or past offsets[E] are never written.
 #include "common/launch.h"
@@ -42,7 +42,8 @@ constexpr int kBlockK = 128;
 constexpr int kStages = 8;
 constexpr int kConsumers = 2;                       // warpgroups
 constexpr int kThreads = 128 * (1 + kConsumers);
-constexpr int kBoxRows = 16;                        // rows of one TMA copy
+constexpr int kRowStep = 32;                        // the width of a tile is a multiple of it
+constexpr int kNumWidths = kMaxRows / kRowStep;
 constexpr int kStageBytes = kMaxRows * kBlockK;
 constexpr int kEmptyArrivals = kCluster * kConsumers * 4;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -60,6 +61,11 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory");
 
+// One TMA map of the folded rows for each width: a block's half of the rows is one copy.
+struct RowMaps {
+    CUtensorMap half_of[kNumWidths];  // [width / 32 - 1]: boxes of width / 2 rows
+};
+
 // What a tile means for this block.
 struct Work {
     int expert;
@@ -70,10 +76,10 @@ struct Work {
 };
 
 __device__ __forceinline__ Work find_work(const SharedStorage& shared, const GroupedGemmSm90Params& p, int tile, int rank) {
-    const Tile t = Scheduler::find(shared.tiles, p.offsets, p.num_experts, p.num_out, tile);
-    const int share = align_up(ceil_div(t.expert_rows, t.num_row_tiles), 32);  // <= 128, and no tile is left without rows
+    const Tile t = Scheduler::find(shared.tiles, p.num_experts, p.num_out, tile);
+    const int share = align_up(ceil_div(t.expert_rows, t.num_row_tiles), kRowStep);  // <= 128, and no tile is left without rows
     const int rows = min(share, t.expert_rows - t.row_tile * share);
-    return {t.expert, static_cast<int64_t>(t.expert_begin) + t.row_tile * share, rows, align_up(rows, 32),
+    return {t.expert, static_cast<int64_t>(t.expert_begin) + t.row_tile * share, rows, align_up(rows, kRowStep),
             t.first_column + rank * kColumns};
 }
 
@@ -96,7 +102,7 @@ __device__ __forceinline__ void prefetch_line(const uint8_t* address) {
 
 // One warp: lane 0 fills the ring; every lane asks for the weights of four output columns ahead of the consumers, who
 // load them two steps before use, too late for a miss to DRAM. The ring paces both.
-__device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, const CUtensorMap* map, int num_tiles,
+__device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, const RowMaps& maps, int num_tiles,
                         int num_steps, int rank) {
     constexpr int kRowsPerLane = kColumns / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -104,7 +110,8 @@ __device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, c
     Ring ring;
     for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < num_tiles; tile += static_cast<int>(gridDim.x) / kCluster) {
         const Work work = find_work(shared, p, tile, rank);
-        const int half = work.width / kCluster;  // a multiple of kBoxRows
+        const int half = work.width / kCluster;
+        const CUtensorMap* map = &maps.half_of[work.width / kRowStep - 1];
         const int y = static_cast<int>(work.first_row) + rank * half;
         const int column = work.first_column + lane * kRowsPerLane;
         const int num_rows = max(0, min(kRowsPerLane, p.num_out - column));
@@ -118,8 +125,7 @@ __device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, c
                 const uint32_t full = ptx::smem_address(&shared.full[ring.stage]);
                 ptx::mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(work.width * kBlockK));
                 const uint32_t target = ptx::smem_address(shared.ring[ring.stage]) + rank * half * kBlockK;
-                for (int row = 0; row < half; row += kBoxRows)
-                    ptx::tma_load_2d_multicast(target + row * kBlockK, map, full, step * kBlockK, y + row, 0x3);
+                ptx::tma_load_2d_multicast(target, map, full, step * kBlockK, y, 0x3);
             }
             if (step % 2 == 0)
                 for (int byte = 64 * step; byte < min(64 * step + 128, row_bytes); byte += 64)
@@ -290,24 +296,31 @@ struct Consumer {
         for (int i = 0; i < kN / 2; ++i) sums[i] += part[i];
     }
 
+    // Everything the epilogue wants from global memory, requested before anything waits.
+    template <int kN>
+    struct StoreScales {
+        uint2 columns;          // scale bytes of this thread's eight columns
+        float rows[kN / 16];    // scales of rows thread / 8 + 16 i
+    };
+
+    template <int kN>
+    __device__ __forceinline__ void load_scales(const Work& work, StoreScales<kN>& scales) {
+        const int column = work.first_column + group * 64 + thread % 8 * 8;
+        scales.columns = make_uint2(0, 0);
+        if (column < p.num_out)
+            scales.columns = *reinterpret_cast<const uint2*>(p.weight_row + static_cast<int64_t>(work.expert) * p.num_out + column);
+#pragma unroll
+        for (int i = 0; i < kN / 16; ++i) {
+            const int row = thread / 8 + 16 * i;
+            scales.rows[i] = row < work.num_rows ? p.row_scale[work.first_row + row] : 0.0f;
+        }
+    }
+
     // Sums -> bf16 -> [row][64 columns] in shared memory -> scaled -> global.
     template <int kN>
-    __device__ __forceinline__ void store(const Work& work, const float (&sums)[kN / 2]) {
+    __device__ __forceinline__ void store(const Work& work, const StoreScales<kN>& scales, const float (&sums)[kN / 2]) {
         const int warp = thread / 32, lane = thread % 32;
         uint8_t* staged = shared.staged[group];
-        const int first_column = work.first_column + group * 64;
-        const int chunk = thread % 8;
-        const bool column_valid = first_column + chunk * 8 < p.num_out;
-        uint32_t factors[4] = {0, 0, 0, 0};  // 2^(byte - 127 - 6) of this thread's eight columns, bf16 pairs
-        if (column_valid) {
-            const uint8_t* bytes = p.weight_row + static_cast<int64_t>(work.expert) * p.num_out + first_column + chunk * 8;
-            const uint2 packed = *reinterpret_cast<const uint2*>(bytes);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint32_t pair = (i < 2 ? packed.x : packed.y) >> (16 * (i % 2));
-                factors[i] = column_factor(pair & 0xffu) | column_factor(pair >> 8 & 0xffu) << 16;
-            }
-        }
         ptx::named_barrier_sync(1 + group, 128);  // the warpgroup has read the previous tile
         const uint32_t base = ptx::smem_address(staged) + ((lane / 16) * 8 + lane % 8) * 128 +
                               ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
@@ -318,16 +331,26 @@ struct Consumer {
                                    ptx::pack_bf16x2(sums[4 * n + 4], sums[4 * n + 5]),
                                    ptx::pack_bf16x2(sums[4 * n + 6], sums[4 * n + 7]));
         ptx::named_barrier_sync(1 + group, 128);
-        if (!column_valid) return;
-        for (int row = thread / 8; row < work.num_rows; row += 16) {
-            const uint32_t bits = float_bits(p.row_scale[work.first_row + row]) >> 16;  // a power of two, or NaN
+        const int chunk = thread % 8, column = work.first_column + group * 64 + chunk * 8;
+        if (column >= p.num_out) return;
+        uint32_t factors[4];  // 2^(byte - 127 - 6) of the eight columns, bf16 pairs
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t pair = (i < 2 ? scales.columns.x : scales.columns.y) >> (16 * (i % 2));
+            factors[i] = column_factor(pair & 0xffu) | column_factor(pair >> 8 & 0xffu) << 16;
+        }
+#pragma unroll
+        for (int i = 0; i < kN / 16; ++i) {
+            const int row = thread / 8 + 16 * i;
+            if (row >= work.num_rows) break;
+            const uint32_t bits = float_bits(scales.rows[i]) >> 16;  // a power of two, or NaN
             const uint32_t scale = bits | bits << 16;
             uint4 v = *reinterpret_cast<const uint4*>(staged + row * 128 + (chunk ^ (row % 8)) * 16);
             v.x = bf16x2_product(bf16x2_product(v.x, factors[0]), scale);
             v.y = bf16x2_product(bf16x2_product(v.y, factors[1]), scale);
             v.z = bf16x2_product(bf16x2_product(v.z, factors[2]), scale);
             v.w = bf16x2_product(bf16x2_product(v.w, factors[3]), scale);
-            *reinterpret_cast<uint4*>(p.out + (work.first_row + row) * p.num_out + first_column + chunk * 8) = v;
+            *reinterpret_cast<uint4*>(p.out + (work.first_row + row) * p.num_out + column) = v;
         }
     }
 
@@ -352,8 +375,10 @@ struct Consumer {
             run_step<kN>(step, never, rows, raw1, even, odd, part, sums);
             if (step + 1 < num_steps) run_step<kN>(step + 1, never, rows, raw0, odd, even, part, sums);
         }
+        StoreScales<kN> scales;
+        load_scales<kN>(work, scales);
         if (has_next) request(next_work, rows, raw0, raw1);
-        store<kN>(work, sums);
+        store<kN>(work, scales, sums);
     }
 
     __device__ __forceinline__ void request(const Work& work, WeightRows& rows, RawWeights& raw0, RawWeights& raw1) {
@@ -402,14 +427,14 @@ __device__ uint2 magnitude_bytes(int d) {
 }
 
 __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __grid_constant__ GroupedGemmSm90Params params,
-                                                                        const __grid_constant__ CUtensorMap map) {
+                                                                        const __grid_constant__ RowMaps maps) {
     extern __shared__ __align__(1024) uint8_t smem[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
     const int thread = static_cast<int>(threadIdx.x);
     const int rank = static_cast<int>(ptx::cluster_rank());
     const int num_steps = ceil_div(params.k, kBlockK);
     if (thread == 0) {
-        ptx::prefetch_tensor_map(&map);
+        for (int i = 0; i < kNumWidths; ++i) ptx::prefetch_tensor_map(&maps.half_of[i]);
         for (int s = 0; s < kStages; ++s) {
             ptx::mbarrier_init(ptx::smem_address(&shared.full[s]), 1);
             ptx::mbarrier_init(ptx::smem_address(&shared.empty[s]), kEmptyArrivals);
@@ -424,7 +449,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
 
     if (thread < 128) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
-        if (thread < 32) produce(shared, params, &map, num_tiles, num_steps, rank);
+        if (thread < 32) produce(shared, params, maps, num_tiles, num_steps, rank);
         __syncwarp();
     } else {
         ptx::setmaxnreg_inc<kConsumerRegisters>();
@@ -443,15 +468,17 @@ void launch_grouped_gemm_sm90(const GroupedGemmSm90Params& params) {
     check_cuda(op, cudaGetDevice(&device));
     check_cuda(op, cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     const auto padded = static_cast<uint64_t>(align_up(params.k, kBlockK));
-    const CUtensorMap map = make_tensor_map({"moe.grouped_gemm_sm90: folded", TmaType::kUint8, params.folded, 2,
-                                             {padded, static_cast<uint64_t>(params.num_rows)}, {padded},
-                                             {kBlockK, kBoxRows}});
+    RowMaps maps;
+    for (int i = 0; i < kNumWidths; ++i)
+        maps.half_of[i] = make_tensor_map({"moe.grouped_gemm_sm90: folded", TmaType::kUint8, params.folded, 2,
+                                           {padded, static_cast<uint64_t>(params.num_rows)}, {padded},
+                                           {kBlockK, static_cast<uint32_t>((i + 1) * kRowStep / kCluster)}});
     const int64_t most_tiles =
         min_of<int64_t>(params.num_rows, ceil_div<int64_t>(params.num_rows, kMaxRows) + params.num_experts) *
         ceil_div(params.num_out, kCluster * kColumns);
     const auto clusters = static_cast<unsigned>(min_of<int64_t>(most_tiles, num_sms / kCluster));
     launch(op, grouped_gemm_sm90_kernel,
-           {dim3(clusters * kCluster), dim3(kThreads), sizeof(SharedStorage), params.stream, kCluster}, params, map);
+           {dim3(clusters * kCluster), dim3(kThreads), sizeof(SharedStorage), params.stream, kCluster}, params, maps);
 }
 
 }  // namespace mdi::moe

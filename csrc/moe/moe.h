@@ -28,6 +28,10 @@ struct PermuteParams {
     int32_t* slot_of_row;       // [M], -1 behind the last row
     int32_t* offsets;           // [num_local + 1]
     int32_t* counts;            // workspace [permute_num_blocks(M), num_local]
+    int k;                      // picks per token: slot s is of token s / k
+    const float* weights;       // [M] routing weight of every slot, or null: no token_of_row and row_weight
+    int32_t* token_of_row;      // [M], 0 behind the last row
+    float* row_weight;          // [M], 0 behind the last row
     cudaStream_t stream;
 };
 
@@ -85,6 +89,12 @@ struct SwigluQuantParams {
     cudaStream_t stream;
 };
 
+struct SwigluFoldParams {
+    SwigluQuantParams swiglu;   // codes, scale and h unused; F <= 8192
+    uint8_t* folded;            // [M, align_up(F, 128)], as of launch_fold_rows
+    float* row_scale;           // [M]
+};
+
 struct CombineParams {
     int64_t num_tokens;         // T
     int hidden, k;              // N (a multiple of 8), k <= 32
@@ -109,6 +119,7 @@ void launch_grouped_gemm(const GroupedGemmParams& params);
 void launch_fold_rows(const FoldRowsParams& params);
 void launch_grouped_gemm_sm90(const GroupedGemmSm90Params& params);
 void launch_swiglu_quant(const SwigluQuantParams& params);
+void launch_swiglu_fold(const SwigluFoldParams& params);
 void launch_combine(const CombineParams& params);
 
 }  // namespace mdi::moe

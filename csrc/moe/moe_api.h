@@ -13,6 +13,9 @@ inline void define_moe(Library& m) {
         "moe_permute(Tensor ids, int first_expert, int num_local, Tensor(a!) row_of_slot, Tensor(b!) slot_of_row, "
         "Tensor(c!) offsets, Tensor(d!) counts) -> ()");
     m.def(
+        "moe_dispatch(Tensor ids, Tensor weights, int first_expert, int num_local, Tensor(a!) row_of_slot, "
+        "Tensor(b!) slot_of_row, Tensor(c!) offsets, Tensor(d!) token_of_row, Tensor(e!) row_weight, Tensor(f!) counts) -> ()");
+    m.def(
         "moe_grouped_gemm(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale, Tensor offsets, Tensor? a_rows, "
         "Tensor(a!) out) -> ()");
     m.def(
@@ -21,6 +24,12 @@ inline void define_moe(Library& m) {
     m.def(
         "moe_swiglu_quant(Tensor gu, Tensor? row_weight, float limit, Tensor? num_rows, Tensor(a!)? codes, "
         "Tensor(b!)? scale, Tensor(c!)? h) -> ()");
+    m.def(
+        "moe_swiglu_fold(Tensor gu, Tensor? row_weight, float limit, Tensor? num_rows, Tensor(a!) folded, "
+        "Tensor(b!) row_scale) -> ()");
+    m.def(
+        "moe_folded_gemm_sm90(Tensor folded, Tensor row_scale, Tensor weight, Tensor weight_scale, Tensor offsets, "
+        "Tensor(a!) out, Tensor weight_row) -> ()");
     m.def("moe_combine(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor(a!) out) -> ()");
 }
 
@@ -58,10 +67,9 @@ inline void route(const Tensor& x, const Tensor& weight, const Tensor& bias, dou
                   data<float>(weights), scope.stream});
 }
 
-inline void permute(const Tensor& ids, int64_t first_expert, int64_t num_local, const Tensor& row_of_slot,
-                    const Tensor& slot_of_row, const Tensor& offsets, const Tensor& counts) {
-    const char* op = "moe.permute";
-    const DeviceScope scope(ids);
+inline PermuteParams permute_params(const char* op, const Tensor& ids, int64_t first_expert, int64_t num_local,
+                                    const Tensor& row_of_slot, const Tensor& slot_of_row, const Tensor& offsets,
+                                    const Tensor& counts, const DeviceScope& scope) {
     MDI_CHECK(op, ids, ids.dim() == 2, "must be [T, k], got ", list_string(ids.sizes()));
     const int64_t t = ids.size(0), k = ids.size(1), m = t * k;
     MDI_CHECK_INT32(op, first_expert);
@@ -73,9 +81,30 @@ inline void permute(const Tensor& ids, int64_t first_expert, int64_t num_local, 
     check_operand(op, "offsets", offsets, scope.device, ScalarType::Int, {{"num_local+1", num_local + 1}});
     check_operand(op, "counts", counts, scope.device, ScalarType::Int,
                   {{"blocks", permute_num_blocks(m)}, {"num_local", num_local}});
-    launch_permute({m, static_cast<int>(first_expert), static_cast<int>(num_local), data<const int32_t>(ids),
-                    data<int32_t>(row_of_slot), data<int32_t>(slot_of_row), data<int32_t>(offsets), data<int32_t>(counts),
-                    scope.stream});
+    return {m, static_cast<int>(first_expert), static_cast<int>(num_local), data<const int32_t>(ids),
+            data<int32_t>(row_of_slot), data<int32_t>(slot_of_row), data<int32_t>(offsets), data<int32_t>(counts),
+            static_cast<int>(k), nullptr, nullptr, nullptr, scope.stream};
+}
+
+inline void permute(const Tensor& ids, int64_t first_expert, int64_t num_local, const Tensor& row_of_slot,
+                    const Tensor& slot_of_row, const Tensor& offsets, const Tensor& counts) {
+    const DeviceScope scope(ids);
+    launch_permute(permute_params("moe.permute", ids, first_expert, num_local, row_of_slot, slot_of_row, offsets, counts, scope));
+}
+
+inline void dispatch(const Tensor& ids, const Tensor& weights, int64_t first_expert, int64_t num_local,
+                     const Tensor& row_of_slot, const Tensor& slot_of_row, const Tensor& offsets, const Tensor& token_of_row,
+                     const Tensor& row_weight, const Tensor& counts) {
+    const char* op = "moe.dispatch";
+    const DeviceScope scope(ids);
+    PermuteParams p = permute_params(op, ids, first_expert, num_local, row_of_slot, slot_of_row, offsets, counts, scope);
+    check_operand(op, "weights", weights, scope.device, ScalarType::Float, {{"T", ids.size(0)}, {"k", ids.size(1)}});
+    check_operand(op, "token_of_row", token_of_row, scope.device, ScalarType::Int, {{"T*k", p.num_slots}});
+    check_operand(op, "row_weight", row_weight, scope.device, ScalarType::Float, {{"T*k", p.num_slots}});
+    p.weights = data<const float>(weights);
+    p.token_of_row = data<int32_t>(token_of_row);
+    p.row_weight = data<float>(row_weight);
+    launch_permute(p);
 }
 
 inline GroupedGemmParams grouped_gemm_params(const char* op, const Tensor& a, const Tensor& a_scale, const Tensor& weight,
@@ -136,7 +165,56 @@ inline void grouped_gemm_sm90(const Tensor& a, const Tensor& a_scale, const Tens
                               data<const float>(row_scale), p.weight, p.weight_scale, data<const uint8_t>(weight_row),
                               p.offsets, p.out, scope.stream});
 }
+
+inline void folded_gemm_sm90(const Tensor& folded, const Tensor& row_scale, const Tensor& weight, const Tensor& weight_scale,
+                             const Tensor& offsets, const Tensor& out, const Tensor& weight_row) {
+    const char* op = "moe.folded_gemm_sm90";
+    const DeviceScope scope(folded);
+    MDI_CHECK(op, weight, weight.dim() == 3, "must be [E, O, K/2], got ", list_string(weight.sizes()));
+    MDI_CHECK(op, out, out.dim() == 2, "must be [M, O], got ", list_string(out.sizes()));
+    const int64_t e = weight.size(0), o = weight.size(1), k = weight.size(2) * 2, m = out.size(0);
+    check_operand(op, "folded", folded, scope.device, ScalarType::Byte, {{"M", m}, {"K'", (k + 127) / 128 * 128}});
+    check_operand(op, "row_scale", row_scale, scope.device, ScalarType::Float, {{"M", m}});
+    check_operand(op, "weight", weight, scope.device, ScalarType::Byte, {{"E", e}, {"O", o}, {"K/2", k / 2}});
+    check_operand(op, "weight_scale", weight_scale, scope.device, ScalarType::Byte, {{"E", e}, {"O", o}, {"K/32", k / 32}});
+    check_operand(op, "offsets", offsets, scope.device, ScalarType::Int, {{"E+1", e + 1}});
+    check_operand(op, "out", out, scope.device, ScalarType::BFloat16, {{"M", m}, {"O", o}});
+    check_operand(op, "weight_row", weight_row, scope.device, ScalarType::Byte, {{"E", e}, {"O", o}});
+    MDI_CHECK(op, weight, k % 32 == 0 && k > 0 && k <= (1 << 20), "must have a multiple of 32 columns up to 2^20, got K=", k);
+    MDI_CHECK(op, weight, o % 32 == 0 && o <= (1 << 20), "must have a multiple of 32 rows up to 2^20, got O=", o);
+    MDI_CHECK(op, weight, e <= kMaxExperts, "must have at most ", kMaxExperts, " experts, got E=", e);
+    MDI_CHECK(op, out, m < (int64_t{1} << 31), "must have fewer than 2^31 rows, got M=", m);
+    MDI_CHECK(op, out, ((m + 127) / 128 + e) * ((o + 127) / 128) < (int64_t{1} << 31),
+              "is too large: row tiles times column tiles must be below 2^31, got M=", m, ", O=", o, ", E=", e);
+    MDI_CHECK_ALIGN(op, weight, 16);
+    MDI_CHECK_ALIGN(op, out, 16);
+    MDI_CHECK_ALIGN(op, weight_row, 8);
+    MDI_CHECK_ALIGN(op, folded, 128);
+    launch_grouped_gemm_sm90({m, static_cast<int>(e), static_cast<int>(k), static_cast<int>(o), data<const uint8_t>(folded),
+                              data<const float>(row_scale), data<const uint8_t>(weight), data<const uint8_t>(weight_scale),
+                              data<const uint8_t>(weight_row), data<const int32_t>(offsets), data<uint16_t>(out), scope.stream});
+}
 #endif
+
+inline void swiglu_fold(const Tensor& gu, std::optional<Tensor> row_weight, double limit, std::optional<Tensor> num_rows,
+                        const Tensor& folded, const Tensor& row_scale) {
+    const char* op = "moe.swiglu_fold";
+    const DeviceScope scope(gu);
+    MDI_CHECK(op, gu, gu.dim() == 2, "must be [M, 2F], got ", list_string(gu.sizes()));
+    const int64_t m = gu.size(0), f = gu.size(1) / 2;
+    check_operand(op, "gu", gu, scope.device, ScalarType::BFloat16, {{"M", m}, {"2F", 2 * f}});
+    MDI_CHECK(op, gu, f % 32 == 0 && f > 0 && f <= 8192, "must have 2F columns, F a multiple of 32 up to 8192, got F=", f);
+    MDI_CHECK(op, gu, m < (int64_t{1} << 31), "must have fewer than 2^31 rows, got M=", m);
+    if (row_weight) check_operand(op, "row_weight", *row_weight, scope.device, ScalarType::Float, {{"M", m}});
+    if (num_rows) check_operand(op, "num_rows", *num_rows, scope.device, ScalarType::Int, {{"one", 1}});
+    check_operand(op, "folded", folded, scope.device, ScalarType::Byte, {{"M", m}, {"F'", (f + 127) / 128 * 128}});
+    check_operand(op, "row_scale", row_scale, scope.device, ScalarType::Float, {{"M", m}});
+    MDI_CHECK_ALIGN(op, gu, 16);
+    MDI_CHECK_ALIGN(op, folded, 4);
+    launch_swiglu_fold({{m, static_cast<int>(f), static_cast<float>(limit), data<const uint16_t>(gu),
+                         data<const float>(row_weight), data<const int32_t>(num_rows), nullptr, nullptr, nullptr, scope.stream},
+                        data<uint8_t>(folded), data<float>(row_scale)});
+}
 
 inline void swiglu_quant(const Tensor& gu, std::optional<Tensor> row_weight, double limit, std::optional<Tensor> num_rows,
                          std::optional<Tensor> codes, std::optional<Tensor> scale, std::optional<Tensor> h) {
@@ -192,10 +270,13 @@ inline void combine(const Tensor& y, const Tensor& row_of_slot, std::optional<Te
 inline void implement_moe(Library& m) {
     m.impl("moe_route", TORCH_BOX(&route));
     m.impl("moe_permute", TORCH_BOX(&permute));
+    m.impl("moe_dispatch", TORCH_BOX(&dispatch));
     m.impl("moe_grouped_gemm", TORCH_BOX(&grouped_gemm));
 #ifdef MDI_WITH_SM90
     m.impl("moe_grouped_gemm_sm90", TORCH_BOX(&grouped_gemm_sm90));
+    m.impl("moe_folded_gemm_sm90", TORCH_BOX(&folded_gemm_sm90));
 #endif
+    m.impl("moe_swiglu_fold", TORCH_BOX(&swiglu_fold));
     m.impl("moe_swiglu_quant", TORCH_BOX(&swiglu_quant));
     m.impl("moe_combine", TORCH_BOX(&combine));
 }

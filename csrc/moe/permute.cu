@@ -1,6 +1,7 @@
 // Expert-major order of the routed slots of this rank's experts: a stable counting sort on the device, no host sync.
 //     offsets[e] = slots routed to local experts before e;  rows of expert e hold its slots in ascending flat order t * k + j
 //     row_of_slot[s] = row or -1 (another rank's expert);   slot_of_row[r] = slot or -1 (r >= offsets[num_local])
+// and on request the token and the routing weight of every row, 0 behind the last one.
 //
 // count: a block counts its 2,048 slots per expert (integer atomics in shared memory: the counts do not depend on the
 // order) and writes counts[block, e].
@@ -40,6 +41,14 @@ __global__ void __launch_bounds__(kThreads) permute_count_kernel(const __grid_co
     __syncthreads();
     int32_t* counts = params.counts + static_cast<int64_t>(blockIdx.x) * params.num_local;
     for (int e = threadIdx.x; e < params.num_local; e += kThreads) counts[e] = histogram[e];
+}
+
+// What is known about one row; slot -1: behind the last one.
+__device__ __forceinline__ void write_row(const PermuteParams& p, int64_t row, int32_t slot) {
+    p.slot_of_row[row] = slot;
+    if (p.weights == nullptr) return;
+    p.token_of_row[row] = slot < 0 ? 0 : slot / p.k;
+    p.row_weight[row] = slot < 0 ? 0.0f : p.weights[slot];
 }
 
 // Exclusive scan of totals[0 .. n) over the block, in place; returns the sum.
@@ -124,8 +133,8 @@ __global__ void __launch_bounds__(kThreads) permute_scatter_kernel(const __grid_
         __syncwarp();
         if (slot < params.num_slots) {
             params.row_of_slot[slot] = row;
-            if (row >= 0) params.slot_of_row[row] = static_cast<int32_t>(slot);
-            if (slot >= num_rows) params.slot_of_row[slot] = -1;  // here `slot` stands for a row nobody else writes
+            if (row >= 0) write_row(params, row, static_cast<int32_t>(slot));
+            if (slot >= num_rows) write_row(params, slot, -1);  // here `slot` stands for a row nobody else writes
         }
     }
 }

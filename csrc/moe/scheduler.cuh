@@ -27,7 +27,8 @@ struct TileScheduler {
     static constexpr int kWarps = kThreads / 32;
 
     struct Storage {
-        int starts[kMaxExperts + 1];  // row tiles before expert e
+        int starts[kMaxExperts + 1];   // row tiles before expert e
+        int offsets[kMaxExperts + 1];  // a copy: find must not wait for global memory
         int warp_sums[kWarps];
     };
 
@@ -36,6 +37,7 @@ struct TileScheduler {
         const int thread = static_cast<int>(threadIdx.x);
         const int share = ceil_div(num_experts, kThreads);
         const int begin = min(thread * share, num_experts), end = min(begin + share, num_experts);
+        for (int e = thread; e <= num_experts; e += kThreads) storage.offsets[e] = offsets[e];
         int sum = 0;
         for (int e = begin; e < end; ++e) sum += ceil_div(max(offsets[e + 1] - offsets[e], 0), kBlockM);
         int inclusive = sum;
@@ -60,8 +62,7 @@ struct TileScheduler {
         return storage.starts[num_experts] * ceil_div(num_out, kBlockN);
     }
 
-    static __device__ Tile find(const Storage& storage, const int32_t* __restrict__ offsets, int num_experts,
-                                int num_out, int tile) {
+    static __device__ Tile find(const Storage& storage, int num_experts, int num_out, int tile) {
         const int columns = ceil_div(num_out, kBlockN);
         const int wanted = tile / columns;
         int low = 0, high = num_experts - 1;  // first expert whose last row tile is past `wanted`
@@ -77,8 +78,8 @@ struct TileScheduler {
         const int inside = local - band * kBand * columns;
         const int height = min(kBand, row_tiles - band * kBand);
         const int row_tile = band * kBand + inside % height;
-        const int begin = offsets[low];
-        return {low, begin, offsets[low + 1] - begin, row_tile, row_tiles, (inside / height) * kBlockN};
+        const int begin = storage.offsets[low];
+        return {low, begin, storage.offsets[low + 1] - begin, row_tile, row_tiles, (inside / height) * kBlockN};
     }
 };
 

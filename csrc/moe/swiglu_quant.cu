@@ -9,11 +9,14 @@
 // walks over rows; rows at or past *num_rows_bound are neither read nor written, so a buffer sized for the worst case
 // costs nothing. NaN passes the clamps (comparisons are false for NaN, unlike fmin), makes its group's scale byte 255
 // and so reaches the product. A zero group gets the scale of the floor, 2^-22.
-// Memory: 4F + 1.03F bytes a row. No shared memory. Limits: F a multiple of 32.
+// swiglu_fold goes on to the folded form of fold_rows in the same pass, with the same bits: one row per block, the
+// largest scale of the row through shared memory.
+// Memory: 4F + 1.03F bytes a row. Limits: F a multiple of 32; swiglu_fold F <= 8192.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/ptx_sm80.cuh"
 #include "common/reduce.cuh"
+#include "moe/fold.cuh"
 #include "moe/moe.h"
 
 namespace mdi::moe {
@@ -22,6 +25,7 @@ namespace {
 constexpr int kMaxThreads = 512;
 constexpr int kColumns = 8;  // of a thread
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr int kMaxFoldThreads = 1024;
 constexpr int kThreadsPerSm = 2048;
 
 __device__ __forceinline__ float swiglu(float gate, float up, float limit, float weight) {
@@ -92,15 +96,59 @@ __global__ void __launch_bounds__(kMaxThreads) swiglu_quant_kernel(const __grid_
     }
 }
 
+// One row per block; thread `part` has columns 8 part .. 8 part + 7, parts past F write the zeros up to a multiple of 128.
+__global__ void __launch_bounds__(kMaxFoldThreads) swiglu_fold_kernel(const __grid_constant__ SwigluFoldParams params) {
+    __shared__ uint32_t largest_of_warp[2][32];
+    const SwigluQuantParams& p = params.swiglu;
+    const int part = static_cast<int>(threadIdx.x), warp = part / 32, num_warps = static_cast<int>(blockDim.x) / 32;
+    const int parts = p.hidden / kColumns, padded = align_up(p.hidden, 128);
+    const int word = folded_word(2 * part);  // words 2 part and 2 part + 1 stay 4 apart
+    int64_t rows = p.num_rows;
+    if (p.num_rows_bound) rows = min(rows, static_cast<int64_t>(*p.num_rows_bound));
+    int turn = 0;  // two sets of maxima: one barrier a row is enough
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
+        const bool valid = part < parts;
+        const uint4 h = valid ? load_h(p, row, part) : make_uint4(0, 0, 0, 0);
+        const uint8_t scale = group_scale(h);
+        const uint2 codes = quantise(h, e8m0_inverse(scale));
+        const uint32_t of_warp = __reduce_max_sync(kFullWarp, valid ? static_cast<uint32_t>(scale) : 0u);
+        if (part % 32 == 0) largest_of_warp[turn][warp] = of_warp;
+        __syncthreads();
+        uint32_t largest = 0;
+        for (int w = 0; w < num_warps; ++w) largest = max(largest, largest_of_warp[turn][w]);
+        if (part * kColumns < padded) {
+            const int shift = static_cast<int>(largest) - static_cast<int>(scale);
+            uint32_t* folded = reinterpret_cast<uint32_t*>(params.folded + row * padded);
+            folded[word] = valid ? shift_codes(codes.x, shift) : 0u;
+            folded[word + 4] = valid ? shift_codes(codes.y, shift) : 0u;
+        }
+        if (part == 0) params.row_scale[row] = e8m0_decode(static_cast<uint8_t>(largest));
+    }
+}
+
+int num_sms_of(const char* op) {
+    int device = 0, num_sms = 0;
+    check_cuda(op, cudaGetDevice(&device));
+    check_cuda(op, cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+    return num_sms;
+}
+
 }  // namespace
+
+void launch_swiglu_fold(const SwigluFoldParams& params) {
+    if (params.swiglu.num_rows == 0) return;
+    const int threads = align_up(align_up(params.swiglu.hidden, 128) / kColumns, 32);
+    const int64_t most_blocks = static_cast<int64_t>(num_sms_of("moe.swiglu_fold")) * (kThreadsPerSm / threads);
+    launch("moe.swiglu_fold", swiglu_fold_kernel,
+           {dim3(static_cast<unsigned>(min_of(params.swiglu.num_rows, most_blocks))), dim3(static_cast<unsigned>(threads)), 0,
+            params.swiglu.stream},
+           params);
+}
 
 void launch_swiglu_quant(const SwigluQuantParams& params) {
     if (params.num_rows == 0) return;
-    int device = 0, num_sms = 0;
-    check_cuda("moe.swiglu_quant", cudaGetDevice(&device));
-    check_cuda("moe.swiglu_quant", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     const int threads = min_of(align_up(params.hidden / kColumns, 32), kMaxThreads);
-    const int64_t most_blocks = static_cast<int64_t>(num_sms) * (kThreadsPerSm / threads);
+    const int64_t most_blocks = static_cast<int64_t>(num_sms_of("moe.swiglu_quant")) * (kThreadsPerSm / threads);
     const LaunchConfig config{dim3(static_cast<unsigned>(min_of(params.num_rows, most_blocks))),
                               dim3(static_cast<unsigned>(threads)), 0, params.stream};
     if (params.codes) launch("moe.swiglu_quant", swiglu_quant_kernel<true>, config, params);

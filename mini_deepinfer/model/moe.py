@@ -59,21 +59,28 @@ class MoE:
         codes, scale = act.groups()
         if self.parallel.world == 1:
             with stage("moe.dispatch"):
-                row_of_slot, *rows = self._dispatch(ids, weights)
+                rows = moe.dispatch(ids, weights, self.experts.start, len(self.experts))
             with stage("moe.experts"):
-                y = self._experts(codes, scale, *rows)
+                y = self._experts(codes, scale, rows)
             with stage("moe.combine"):
-                return moe.combine(y, row_of_slot, shared, x.dtype)
+                return moe.combine(y, rows[0], shared, x.dtype)
         with stage("moe.dispatch"):
             codes = self.parallel.all_gather(codes, step.counts)
             scale = None if scale is None else self.parallel.all_gather(scale, step.counts)
             ids = self.parallel.all_gather_expert_ids(ids, step.counts)
             weights = self.parallel.all_gather(weights, step.counts)
-            row_of_slot, *rows = self._dispatch(ids, weights)
+            rows = moe.dispatch(ids, weights, self.experts.start, len(self.experts))
         with stage("moe.experts"):
-            y = self._experts(codes, scale, *rows)
+            y = self._experts(codes, scale, rows)
         with stage("moe.combine"):
-            return self._combine_ranks(y, row_of_slot, rows[0], shared, step.counts, x.dtype)
+            return self._combine_ranks(y, rows[0], rows[1], shared, step, x.dtype)
+
+    def _experts(self, codes: torch.Tensor, scale: torch.Tensor | None, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The routed rows (moe.dispatch) through their experts: [T*k, N], rows at or past offsets[-1] unspecified."""
+        _, _, offsets, token_of_row, row_weight = rows
+        weights = (self.w13, self.w13_scale, self.w2, self.w2_scale)
+        limit, dtype = self.config.swiglu_limit, self.profile.compute_dtype
+        return moe.experts(codes, scale, *weights, offsets, token_of_row, row_weight, limit, out_dtype=dtype)
 
     def _shared(self, act: Activation) -> torch.Tensor:
         gate_up = fp8_linear(act, self.shared_w13)
@@ -82,34 +89,18 @@ class MoE:
             raise TypeError("moe.swiglu_quant: wanted the unquantised rows")
         return fp8_linear(Activation(h, self.profile), self.shared_w2)
 
-    def _dispatch(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """row_of_slot [T, k], slot_of_row [T*k], expert offsets, token of every row, routing weight of every row."""
-        row_of_slot, slot_of_row, offsets = moe.permute(ids, self.experts.start, len(self.experts))
-        slot = slot_of_row.clamp(min=0)
-        token_of_row = torch.div(slot, ids.shape[1], rounding_mode="floor").to(torch.int32)
-        return row_of_slot, slot_of_row, offsets, token_of_row, weights.flatten()[slot.long()]
-
-    def _experts(self, codes, scale, slot_of_row, offsets, token_of_row, row_weight) -> torch.Tensor:
-        """The routed rows through their experts: [T*k, N], rows at or past offsets[-1] unspecified."""
-        dtype = self.profile.compute_dtype
-        gate_up = moe.grouped_gemm(codes, scale, self.w13, self.w13_scale, offsets, token_of_row, out_dtype=dtype)
-        quantise = self.profile.activation_quant
-        h = moe.swiglu_quant(gate_up, row_weight, self.config.swiglu_limit, offsets[-1:], quantise=quantise)
-        h_codes, h_scale = h if isinstance(h, tuple) else (h, None)
-        return moe.grouped_gemm(h_codes, h_scale, self.w2, self.w2_scale, offsets, None, out_dtype=dtype)
-
-    def _combine_ranks(self, y, row_of_slot, slot_of_row, shared, counts, dtype) -> torch.Tensor:
+    def _combine_ranks(self, y, row_of_slot, slot_of_row, shared, step, dtype) -> torch.Tensor:
         """Bring every token's expert outputs home.
 
         On the CPU each routed slot travels by itself: exactly one rank adds a value to it, so the sum over ranks is exact and the
         result has the bits of a single process. On GPUs each rank sends the sum of its own slots in the compute dtype, and the sum
         over ranks depends on the partition (model spec 6.2).
         """
-        tokens, k = row_of_slot.shape
+        (tokens, k), counts = row_of_slot.shape, step.counts
         if y.device.type != "cpu":
             partial = moe.combine(y, row_of_slot, None, dtype)
             routed = self.parallel.reduce_scatter(partial, counts)
-            return (routed.to(torch.float32) + shared.to(torch.float32)).to(dtype)
+            return moe.combine(routed, step.own_rows(routed.device), shared, dtype)
         slots = torch.zeros(tokens * k, y.shape[1], dtype=y.dtype)
         local = (slot_of_row >= 0).nonzero().squeeze(1)
         slots[slot_of_row[local].long()] = y[local]

@@ -35,9 +35,11 @@ class Step:
     caches: Caches
     counts: list[int]  # tokens of every expert-parallel rank
     trace: Trace | None = None
+    rank: int = 0
     engram_rows: dict[int, RowFetch] = field(default_factory=dict)  # by layer, on their way to the device
     selections: dict[int, Selection] = field(default_factory=dict)  # by index source layer
     candidates: torch.Tensor | None = None  # [T, C] blocks, from the candidate source; None: every entry is a candidate
+    _own_rows: torch.Tensor | None = None
     _visible: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def visible(self, ratio: int) -> torch.Tensor:
@@ -45,6 +47,12 @@ class Step:
         if ratio not in self._visible:
             self._visible[ratio] = torch.div(self.batch.positions + 1, ratio, rounding_mode="floor").to(torch.int32)
         return self._visible[ratio]
+
+    def own_rows(self, device: torch.device) -> torch.Tensor:
+        """int32 [T, 1]: 0, 1, 2, ... (the row of each of this rank's tokens), made once a step."""
+        if self._own_rows is None:
+            self._own_rows = torch.arange(self.counts[self.rank], dtype=torch.int32, device=device)[:, None]
+        return self._own_rows
 
     def cache_rows(self, ids: torch.Tensor, ratio: int) -> torch.Tensor:
         """Physical cache rows of logical entries [T, K]."""

@@ -53,18 +53,27 @@ class Residual:
         """Other streams, with everything in them (engram)."""
         self._streams, self._pending = streams, None
 
-    def enter(self, site: HyperConnection) -> torch.Tensor:
-        """Collapse with the last site's coefficients and compute this site's. Returns the collapsed input x [T, N]."""
+    def enter(self, site: HyperConnection, norm: torch.Tensor, profile: NumericProfile, *, folded: bool) -> Activation:
+        """The next sublayer's input: the streams collapsed with the LAST site's coefficients, normed and quantised.
+
+        This site's coefficients become the current ones. folded: as in Activation.normed.
+        """
+        eps = site.arguments[-1]
         if self._pending is None:
             x = elementwise.hc_collapse(self._streams, self.pre)
             self.pre, self.post, self.comb = elementwise.hc_mix(self._streams, *site.arguments)
-            return x
-        y, post, comb = self._pending
-        self._streams, x, self.pre, self.post, self.comb = elementwise.hc_expand_mix(
-            y, self._streams, self.pre, post, comb, *site.arguments
+            return Activation.normed(x, norm, eps, profile, folded=folded)
+        (y, post, comb), self._pending = self._pending, None
+        if not profile.activation_quant:
+            self._streams, x, self.pre, self.post, self.comb = elementwise.hc_expand_mix(
+                y, self._streams, self.pre, post, comb, *site.arguments
+            )
+            return Activation.normed(x, norm, eps, profile, folded=folded)
+        folded = folded and Activation.folds(y)
+        self._streams, x, codes, scale, self.pre, self.post, self.comb = elementwise.hc_expand_mix_norm_quant(
+            y, self._streams, self.pre, post, comb, *site.arguments, norm, folded=folded
         )
-        self._pending = None
-        return x
+        return Activation.quantised(x, codes, scale, profile, folded=folded)
 
     def leave(self, y: torch.Tensor) -> None:
         """The sublayer's output y [T, N], to be spread with this site's post and comb."""
@@ -109,12 +118,10 @@ class Block:
                 residual.replace(self.engram(residual.streams(), step.engram_rows[self.index]))
             step.record("engram_out", self.index, residual.streams())
         with stage("hc"):
-            x = residual.enter(self.hc_attn)
-            act = Activation.normed(x, self.attn_norm, self.config.rms_norm_eps, self.profile, folded=True)
+            act = residual.enter(self.hc_attn, self.attn_norm, self.profile, folded=True)
         self._leave("attn", act, self.attn(act, step), residual, step)
         with stage("hc"):
-            x = residual.enter(self.hc_ffn)
-            act = Activation.normed(x, self.ffn_norm, self.config.rms_norm_eps, self.profile, folded=False)
+            act = residual.enter(self.hc_ffn, self.ffn_norm, self.profile, folded=False)
         self._leave("ffn", act, self.ffn(act, step), residual, step)
 
     def _leave(self, name: str, act: Activation, y: torch.Tensor, residual: Residual, step: Step) -> None:
@@ -174,7 +181,7 @@ class Model:
 
     def _forward(self, batch: PrefillBatch, trace: Trace | None) -> torch.Tensor:
         config = self.config
-        step = Step(batch, self.caches, self.parallel.gather_counts(batch.num_tokens), trace)
+        step = Step(batch, self.caches, self.parallel.gather_counts(batch.num_tokens), trace, self.parallel.rank)
         for block in self.blocks:
             if block.engram is not None:
                 step.engram_rows[block.index] = block.engram.prefetch(batch.engram_rows, self.device)

@@ -366,9 +366,9 @@ def _check_mix(
 
 
 def _new_coefficients(streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Workspace (partial sums of 320 columns a slice), pre, post, comb."""
+    """Workspace (partial sums of 160 columns a slice), pre, post, comb."""
     tokens, n, width = streams.shape
-    floats = tokens * -(-width // 320) * (-(-(2 * n + n * n) // 8) * 8 + 8)
+    floats = tokens * -(-width // 160) * (-(-(2 * n + n * n) // 8) * 8 + 4)
     workspace, pre, post, comb = (
         torch.empty(shape, dtype=torch.float32, device=streams.device)
         for shape in ((floats,), (tokens, n), (tokens, n), (tokens, n, n))
@@ -401,7 +401,7 @@ def hc_mix(
         post  [T, n]     float32, weights of this sublayer's output in `hc_expand`
         comb  [T, n, n]  float32, row = input stream, column = output stream; the columns sum to 1
     Raises: as rmsnorm. Deterministic and independent of T. Synchronises: no.
-    Workspace: T * ceil(N / 320) * (round8(2n + n*n) + 8) floats, allocated here.
+    Workspace: T * ceil(N / 160) * (round8(2n + n*n) + 4) floats, allocated here.
     Kernel: csrc/elementwise/hc_mix.cu. Reference: ops.reference.elementwise.hc_mix.
     """
     op = "elementwise.hc_mix"

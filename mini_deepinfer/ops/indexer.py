@@ -20,6 +20,9 @@ pack_keys, unpack_keys = reference.pack_keys, reference.unpack_keys
 
 KERNEL_HEAD_DIMS = (64, 128)
 KERNEL_MAX_HEADS = 64
+FOLDED_MAX_HEADS, FOLDED_HEAD_DIM = 32, 128  # what logits_sm90.cu folds to int8
+FOLDED_MIN_TOKENS_PER_SEQ = 16  # shorter ones would fold more keys than they score
+FOLDED_MAX_WORKSPACE = 2 << 30
 FLOATS = (torch.bfloat16, torch.float32)
 
 
@@ -143,6 +146,16 @@ def _check_score(
     return tokens, heads, head_dim
 
 
+def _fold_workspace(tokens: int, heads: int, head_dim: int, num_seqs: int, num_cols: int, device: torch.device) -> Tensor:
+    """Scratch of the sm90 scores (queries and keys as int8); empty where that kernel leaves the work to the portable one."""
+    blocks, tiles = -(-tokens // 16), num_seqs * -(-num_cols // 64)
+    size = blocks * (66 * 1024 + 1) + tiles * (8448 + 1) + 4 * num_seqs + 6 * 1024  # checked against the kernel's own sum
+    fits = heads <= FOLDED_MAX_HEADS and head_dim == FOLDED_HEAD_DIM and size <= FOLDED_MAX_WORKSPACE
+    if not fits or tokens < FOLDED_MIN_TOKENS_PER_SEQ * num_seqs:
+        size = 0
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
 def logits(
     q_codes: Tensor,
     q_scale: Tensor,
@@ -175,7 +188,8 @@ def logits(
         RuntimeError           not contiguous on CUDA; GPU or build cannot run it
     Deterministic, and a token's scores do not depend on the batch. The head sum's order is fixed (csrc/indexer/score_tile.cuh).
     Synchronises: no. Rows that nobody sees may hold anything. A token without visible entries gets a row of -inf.
-    Kernel: csrc/indexer/logits.cu. Reference: ops.reference.indexer.logits.
+    Workspace: none (portable); sm90 about 4.1 KiB a token and 132 bytes a sequence and column. Same bits from every kernel.
+    Kernels: csrc/indexer/logits.cu, logits_sm90.cu. Reference: ops.reference.indexer.logits.
     """
     op = "indexer.logits"
     tokens, heads, head_dim = _check_score(
@@ -194,7 +208,11 @@ def logits(
     if impl == "reference":
         return reference.logits(*operands, num_cols, out)
     _check_kernel(op, impl, heads, head_dim)
-    call(op, impl, *operands, out)
+    if impl == "sm90":
+        workspace = _fold_workspace(tokens, heads, head_dim, page_table.shape[0], num_cols, weights.device)
+        call(op, impl, *operands, workspace, out)
+    else:
+        call(op, impl, *operands, out)
     return out
 
 

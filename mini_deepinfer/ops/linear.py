@@ -48,14 +48,25 @@ class Activation:
         """RMSNorm of x [T, N], quantised in the same pass. folded: which form the first consumer wants on a GPU."""
         if not profile.activation_quant:
             return cls(elementwise.rmsnorm(x, weight, eps), profile)
-        folded = folded and x.device.type == "cuda" and x.dtype == torch.bfloat16
-        y, codes, scale = elementwise.rmsnorm_quant(x, weight, eps, folded=folded)
-        act = cls(y, profile)
+        folded = folded and cls.folds(x)
+        return cls.quantised(*elementwise.rmsnorm_quant(x, weight, eps, folded=folded), profile, folded=folded)
+
+    @classmethod
+    def quantised(
+        cls, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, profile: NumericProfile, *, folded: bool
+    ) -> Activation:
+        """From a kernel that has quantised x [T, N] already: scale is [T] float32 if folded, else [T, N/32] E8M0 bytes."""
+        act = cls(x, profile)
         if folded:
             act._folded = (codes, scale)
         else:
             act._groups = (codes, scale)
         return act
+
+    @staticmethod
+    def folds(x: torch.Tensor) -> bool:
+        """Whether products of x run on row-scaled operands."""
+        return x.device.type == "cuda" and x.dtype == torch.bfloat16
 
     def groups(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """E4M3 codes [T, K] and one E8M0 byte per 32 columns [T, K/32]; (x, None) when activations are not quantised."""

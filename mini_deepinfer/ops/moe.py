@@ -15,6 +15,7 @@ from mini_deepinfer.ops.reference import number_formats
 
 _PERMUTE_BLOCK_SLOTS = 2048  # kPermuteBlockSlots of csrc/moe/moe.h: slots of one block, sizes the workspace
 _FOLD_BINADES = 14  # spread of scales inside a row that E2M1 values keep exactly as E4M3
+_MAX_FOLD_HIDDEN = 8192  # F of swiglu_fold
 _COMPUTE = (torch.bfloat16, torch.float32)
 
 
@@ -98,14 +99,52 @@ def permute(ids: Tensor, first_expert: int, num_local: int, *, impl: str | None 
     impl = select(op, ids, impl=impl)
     if impl == "reference":
         return reference.permute(ids, first_expert, num_local)
-    slots = ids.numel()
-    blocks = max(1, -(-slots // _PERMUTE_BLOCK_SLOTS))
-    row_of_slot = torch.empty_like(ids)
-    slot_of_row = torch.empty(slots, dtype=torch.int32, device=ids.device)
-    offsets = torch.empty(num_local + 1, dtype=torch.int32, device=ids.device)
-    counts = torch.empty(blocks, num_local, dtype=torch.int32, device=ids.device)
+    row_of_slot, slot_of_row, offsets, counts = _permute_outputs(ids, num_local)
     call(op, impl, ids, first_expert, num_local, row_of_slot, slot_of_row, offsets, counts)
     return row_of_slot, slot_of_row, offsets
+
+
+def _permute_outputs(ids: Tensor, num_local: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """row_of_slot, slot_of_row, offsets and the workspace, uninitialised."""
+    slots = ids.numel()
+    slot_of_row = torch.empty(slots, dtype=torch.int32, device=ids.device)
+    offsets = torch.empty(num_local + 1, dtype=torch.int32, device=ids.device)
+    blocks = max(1, -(-slots // _PERMUTE_BLOCK_SLOTS))
+    return torch.empty_like(ids), slot_of_row, offsets, torch.empty(blocks, num_local, dtype=torch.int32, device=ids.device)
+
+
+def dispatch(
+    ids: Tensor, weights: Tensor, first_expert: int, num_local: int, *, impl: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`permute`, and what the expert products want to know of every row, in the same launch.
+
+    Shapes: T tokens, k picks; ids, first_expert and num_local as in permute.
+        weights       [T, k]   float32 routing weights
+    Returns:
+        row_of_slot, slot_of_row, offsets   as permute
+        token_of_row  [T * k]  int32, the token of each row; 0 at and past offsets[-1]
+        row_weight    [T * k]  float32, the routing weight of each row; 0 at and past offsets[-1]
+    """
+    op = "moe.permute"
+    _check_dims(op, "ids", ids, 2, "T, k")
+    t, k = ids.shape
+    _check(op, "ids", ids, (torch.int32,), ids.device, T=t, k=k)
+    _check(op, "weights", weights, (torch.float32,), ids.device, T=t, k=k)
+    if first_expert < 0 or num_local < 0:
+        raise ValueError(f"{op}: first_expert and num_local must be >= 0, got {first_expert} and {num_local}")
+    impl = select(op, ids, impl=impl)
+    if impl == "reference":
+        row_of_slot, slot_of_row, offsets = reference.permute(ids, first_expert, num_local)
+        slot = slot_of_row.clamp(min=0)
+        live = slot_of_row >= 0
+        token_of_row = torch.div(slot, max(k, 1), rounding_mode="floor").to(torch.int32) * live
+        return row_of_slot, slot_of_row, offsets, token_of_row, weights.flatten()[slot.long()] * live
+    row_of_slot, slot_of_row, offsets, counts = _permute_outputs(ids, num_local)
+    token_of_row = torch.empty_like(slot_of_row)
+    row_weight = torch.empty(ids.numel(), dtype=torch.float32, device=ids.device)
+    outs = (row_of_slot, slot_of_row, offsets, token_of_row, row_weight)
+    call("moe.dispatch", impl, ids, weights, first_expert, num_local, *outs, counts)
+    return outs
 
 
 def weight_row_scale(weight_scale: Tensor, weight: Tensor | None = None) -> tuple[Tensor, bool]:
@@ -276,6 +315,50 @@ def swiglu_quant(
     if m:
         call(op, impl, gu, row_weight, float(limit), num_rows, codes, scale, None)
     return codes, scale
+
+
+def experts(
+    codes: Tensor,
+    scale: Tensor | None,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    offsets: Tensor,
+    token_of_row: Tensor,
+    row_weight: Tensor,
+    limit: float,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    impl: str | None = None,
+) -> Tensor:
+    """The routed rows through their experts: grouped_gemm, swiglu_quant, grouped_gemm (model spec 6.2).
+
+    Shapes: T tokens, M rows, E experts, N hidden, F expert hidden; operands as in the three ops.
+        codes, scale  [T, N], [T, N/32]  quantised tokens; scale None: unquantised, and nothing is quantised between
+        w13           [E, 2F, N/2] with its scale, gate rows then up rows;  w2 [E, N, F/2] with its scale
+        token_of_row  [M] int32, row_weight [M] float32 (dispatch)
+    Returns:
+        y             [M, N] out_dtype; rows at or past offsets[-1] are not written
+    The sm90 products share their work: SwiGLU writes the folded rows that the second one reads, with the bits of the
+    three ops one after the other. `impl` is the products'.
+    """
+    gate_up = grouped_gemm(codes, scale, w13, w13_scale, offsets, token_of_row, out_dtype=out_dtype, impl=impl)
+    m, f = gate_up.shape[0], gate_up.shape[1] // 2
+    bound = offsets[-1:]
+    if m and scale is not None and f <= _MAX_FOLD_HIDDEN:
+        chosen = select("moe.grouped_gemm", codes, impl=impl, compute_dtype=out_dtype)
+        row_byte, exact = _cached_row_scale(w2_scale, w2) if chosen == "sm90" else (None, False)
+        if exact and select("moe.swiglu_quant", gate_up) == "portable":
+            folded = torch.empty(m, -(-f // 128) * 128, dtype=torch.uint8, device=codes.device)
+            row_scale = torch.empty(m, dtype=torch.float32, device=codes.device)
+            call("moe.swiglu_fold", "portable", gate_up, row_weight, float(limit), bound, folded, row_scale)
+            y = torch.empty(m, w2.shape[1], dtype=out_dtype, device=codes.device)
+            call("moe.folded_gemm", "sm90", folded, row_scale, w2, w2_scale, offsets, y, row_byte)
+            return y
+    h = swiglu_quant(gate_up, row_weight, limit, bound, quantise=scale is not None)
+    h_codes, h_scale = h if isinstance(h, tuple) else (h, None)
+    return grouped_gemm(h_codes, h_scale, w2, w2_scale, offsets, None, out_dtype=out_dtype, impl=impl)
 
 
 def combine(y: Tensor, row_of_slot: Tensor, shared: Tensor | None, out_dtype: torch.dtype, *, impl: str | None = None) -> Tensor:

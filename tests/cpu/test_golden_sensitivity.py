@@ -11,6 +11,7 @@ import torch
 from mini_deepinfer.model import attention as attention_module
 from mini_deepinfer.model import transformer
 from mini_deepinfer.ops import attention, elementwise, reference
+from mini_deepinfer.ops.linear import Activation
 from tests.golden import NOISE_MEAN, Runner, golden
 
 
@@ -53,10 +54,10 @@ def comb_transposed(patch: pytest.MonkeyPatch, run: Runner) -> None:
 def own_pre_mix(patch: pytest.MonkeyPatch, run: Runner) -> None:
     """Every site collapses with its own coefficients instead of the last site's."""
 
-    def enter(residual, site):
+    def enter(residual, site, norm, profile, *, folded):
         streams = residual.streams()
         residual.pre, residual.post, residual.comb = elementwise.hc_mix(streams, *site.arguments)
-        return elementwise.hc_collapse(streams, residual.pre)
+        return Activation.normed(elementwise.hc_collapse(streams, residual.pre), norm, 1e-20, profile, folded=folded)
 
     patch.setattr(transformer.Residual, "enter", enter)
 

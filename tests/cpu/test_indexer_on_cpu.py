@@ -60,6 +60,8 @@ def test_logits(heads: int, dim: int, per_page: int) -> None:
     for seq, seen in ((0, 130), (1, 7), (2, 30)):
         entry = torch.arange(seen)
         used[table[seq, entry // per_page].long() * per_page + entry % per_page] = True
+    keys[::5, dim // 2 :] += 30  # the scale bytes of some rows are too large, of others too small, for one multiply (candidates)
+    keys[1::5, dim // 2 :] -= 117
     keys[~used] = 0xFF  # rows that nobody sees decode to NaN
     weights = normal(g, len(owner), heads, scale=2.0**-6)
     operands = (*reference.quant_query(normal(g, len(owner), heads, dim)), weights, keys, table, owner, visible)

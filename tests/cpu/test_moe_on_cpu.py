@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mini_deepinfer.ops import moe
 from mini_deepinfer.ops.reference import moe as reference
 from mini_deepinfer.ops.reference import number_formats as nf
 from tests.host.build import library, pointer
@@ -53,11 +54,20 @@ def test_permute(tokens: int, k: int, experts: int, first: int, local: int) -> N
     row_of_slot, slot_of_row = torch.empty_like(ids), torch.empty(tokens * k, dtype=torch.int32)
     offsets = torch.empty(local + 1, dtype=torch.int32)
     counts = torch.empty(max(1, -(-tokens * k // 2048)), local, dtype=torch.int32)
-    library("moe_permute", ["csrc/moe/permute.cu"]).permute(
-        c_int64(tokens * k), first, local, pointer(ids), pointer(row_of_slot), pointer(slot_of_row), pointer(offsets), pointer(counts)
-    )
+    kernel = library("moe_permute", ["csrc/moe/permute.cu"]).dispatch
+    common = (
+        c_int64(tokens * k), first, local, pointer(ids), pointer(row_of_slot), pointer(slot_of_row), pointer(offsets), pointer(counts), k,
+    )  # fmt: skip
+    kernel(*common, pointer(None), pointer(None), pointer(None))
     for got, wanted in zip((row_of_slot, slot_of_row, offsets), reference.permute(ids, first, local), strict=True):
         compare(got, wanted)
+    weights = torch.rand(tokens, k, generator=g)
+    token_of_row, row_weight = torch.empty(tokens * k, dtype=torch.int32), torch.empty(tokens * k)
+    kernel(*common, pointer(weights), pointer(token_of_row), pointer(row_weight))
+    for got, wanted in zip(
+        (row_of_slot, slot_of_row, offsets, token_of_row, row_weight), moe.dispatch(ids, weights, first, local), strict=True
+    ):
+        assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize("tokens, k, n, with_shared", [(1, 1, 8, False), (5, 6, 1288, True), (3, 32, 9216, True)])
@@ -134,3 +144,24 @@ def test_fold_rows(k: int) -> None:
     assert_bitwise(folded[:5], wanted)
     assert_bitwise(row_scale[:5], nf.decode_e8m0(top))
     assert bool((folded[5] == 0xEE).all()) and float(row_scale[5]) == -1.0
+
+
+@pytest.mark.parametrize("m, f", [(1, 32), (7, 288), (4, 2304)])
+def test_swiglu_fold_is_swiglu_quant_then_fold_rows(m: int, f: int) -> None:
+    g = generator(f)
+    gu, row_weight = normal(g, m, 2 * f, scale=4.0), torch.rand(m, generator=g)
+    gu[:, : f // 3] *= 1e-3  # groups at other scales
+    bound = torch.tensor([m], dtype=torch.int32)
+    codes, scale = torch.empty(m, f, dtype=torch.uint8), torch.empty(m, f // 32, dtype=torch.uint8)
+    swiglu = library("moe_swiglu_quant", ["csrc/moe/swiglu_quant.cu"])
+    shared = (c_int64(m), f, c_float(10.0), pointer(gu), pointer(row_weight), pointer(bound))
+    swiglu.swiglu_quant(*shared, pointer(codes), pointer(scale), pointer(None))
+    padded = -(-f // 128) * 128
+    outs = [(torch.full((m, padded), 0xEE, dtype=torch.uint8), torch.empty(m)) for _ in range(2)]
+    swiglu.swiglu_fold(*shared, *(pointer(t) for t in outs[0]))
+    offsets = offsets_of([m])
+    library("moe_fold", ["csrc/moe/fold.cu"]).fold_rows(
+        c_int64(m), f, c_int(1), pointer(codes), pointer(scale), pointer(None), pointer(offsets), *(pointer(t) for t in outs[1])
+    )
+    assert_bitwise(outs[0][0], outs[1][0])
+    assert_bitwise(outs[0][1], outs[1][1])

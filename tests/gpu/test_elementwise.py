@@ -288,10 +288,10 @@ def test_hc_mix_projection_has_float32_quality(cuda: torch.device, kind: str) ->
     elif kind == "one large stream":
         inputs["streams"][:, 2] *= 256
     streams, fn, base, scale = to(cuda, *inputs.values())
-    workspace = torch.full((tokens * 16 * 32,), float("nan"), device=cuda)
+    workspace = torch.full((tokens * 32 * 28,), float("nan"), device=cuda)
     outs = [torch.empty(shape, device=cuda) for shape in ((tokens, n), (tokens, n), (tokens, n, n))]
     call("elementwise.hc_mix", "portable", streams, fn, base, scale, 20, 1e-6, EPS, workspace, *outs)
-    partial = workspace.view(16, tokens, 32).double()
+    partial = workspace.view(32, tokens, 28).double()
     flat, weight = streams.flatten(1).double(), fn.double()
     raw = flat @ weight.T
     size = raw.abs() if kind == "positive" else (flat.square() @ weight.square().T).sqrt()
@@ -577,7 +577,7 @@ def test_nothing_is_written_outside(cuda: torch.device, tokens: int, width: int)
     f8, u8, bf, f32 = torch.float8_e4m3fn, torch.uint8, torch.bfloat16, torch.float32
     row, groups, full = (tokens, width), (tokens, width // 32), (tokens, n, width)
     codes, group_scale = elementwise.act_quant(x)
-    floats = tokens * -(-width // 320) * 32
+    floats = tokens * -(-width // 160) * 28
     runs = [
         ("rmsnorm", (x, weight, EPS), [(row, bf)]),
         ("act_quant", (x,), [(row, f8), (groups, u8)]),

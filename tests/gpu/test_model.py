@@ -87,9 +87,11 @@ def test_blocks_teacher_forced_against_the_cpu(cuda, activation_quant):
         update = streams.float() - inputs[index][0].float()
         error = got[index][0].cpu().float() - streams.float()
         relative = error.norm(dim=(1, 2)) / update.norm(dim=(1, 2))
-        # a token whose cache row, selection or FP8 code rounds the other way may move; most tokens agree to bf16 rounding
-        assert relative.median() <= 6e-3, f"block {index}: median {relative.median():.2e}"
-        assert relative.quantile(0.9) <= 8e-2, f"block {index}: 90 % {relative.quantile(0.9):.2e}"
+        # Unquantised, tokens agree to bf16 rounding. Quantised, the bf16 ulp in which the two sides differ turns about 4 % of the FP8
+        # codes by one step of 6 to 12 %, that is some 2 % of an update; the exact check is the one of the single ops.
+        median, high = (6e-2, 0.2) if activation_quant else (6e-3, 8e-2)
+        assert relative.median() <= median, f"block {index}: median {relative.median():.2e}"
+        assert relative.quantile(0.9) <= high, f"block {index}: 90 % {relative.quantile(0.9):.2e}"
         assert (got[index][1].cpu() - pre).abs().median() <= 1e-4
 
 

@@ -300,6 +300,15 @@ def test_permute_six_experts_over_four_ranks(cuda: torch.device) -> None:
     assert bool((seen == 1).all())
 
 
+def test_dispatch_knows_token_and_weight_of_every_row(cuda: torch.device) -> None:
+    g = generator(9)
+    for tokens, first, local in ((700, 96, 96), (3, 300, 84), (0, 0, 8)):
+        ids, weights = random_ids(g, tokens, 6, 384), torch.rand(tokens, 6, generator=g)
+        outs = moe.dispatch(ids.to(cuda), weights.to(cuda), first, local, impl="portable")
+        for got, wanted in zip(outs, moe.dispatch(ids, weights, first, local, impl="reference"), strict=True):
+            assert torch.equal(got.cpu(), wanted)
+
+
 def test_permute_largest(cuda: torch.device) -> None:
     ids = random_ids(generator(4), 131_072, 6, 64)
     for got, wanted in zip(moe.permute(ids.to(cuda), 16, 48, impl="portable"), reference.permute(ids, 16, 48), strict=True):
@@ -518,6 +527,20 @@ def test_experts_end_to_end(cuda: torch.device, world: int) -> None:
             total += moe.combine(y, row_of_slot, None, torch.float32, impl=impl)
             first += local
         return total
+
+    def run_fused(impl: str, fused: bool) -> Tensor:
+        ids, weights = (t.to(cuda) for t in reference.route(x, gate, bias, k, 1.5))
+        outs = moe.dispatch(ids, weights, 0, experts)
+        args = (codes.to(cuda), scale.to(cuda), *(t.to(cuda) for t in (w13, w13_scale, w2, w2_scale)))
+        if fused:
+            return moe.experts(*args, outs[2], outs[3], outs[4], 10.0, impl=impl)[: int(outs[2][-1])]
+        gu = moe.grouped_gemm(*args[:4], outs[2], outs[3], impl=impl)
+        h, h_scale = moe.swiglu_quant(gu, outs[4], 10.0, outs[2][-1:])
+        return moe.grouped_gemm(h, h_scale, *args[4:], outs[2], impl=impl)[: int(outs[2][-1])]
+
+    for impl in GEMM_IMPLS if world == 1 else ():
+        if _dispatch.why_not("moe.grouped_gemm", impl, cuda) is None:
+            assert_bitwise(run_fused(impl, True), run_fused(impl, False), f"experts ({impl})")
 
     difference = (run(cuda, "portable").cpu() - run("cpu", "reference")).abs()
     assert float(difference.max()) < 0.02 * float(run("cpu", "reference").abs().max())

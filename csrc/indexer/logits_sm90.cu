@@ -1,0 +1,547 @@
+// Index scores on Hopper: the function of logits.cu (model spec 5.3), bit for bit, on the integer tensor cores.
+//
+// Why integers. E2M1 codes are multiples of 1/2 up to 6, so a row whose four scale groups lie within 3 binades is a row of
+// int8 numbers times one power of two ("folded": 2 * value * 2^shift, at most 96). wgmma s8 runs at the FP8 rate and its
+// int32 sums are exact: |dot| <= 128 * 96 * 96 < 2^24, so the conversion to fp32 is exact too. FP8 wgmma would not do:
+// its accumulator keeps about 14 bits below the largest term (13 after a carry), while a dot of 128 E2M1 products with
+// equal scales already spans log2(128 * 36 / 0.25) = 14.2 bits, and every binade of scale spread adds one on each side; the
+// error is 2^-14 of the result, which flips about one bf16 rounding in 30. bf16 wgmma is exact but runs at half the rate.
+// Power-of-two factors commute with every rounding of the score: a query row's factor goes into its weight, a key row's is
+// applied to the finished head sum. Rows that do not fold (spread above 3 binades, a factor or weight outside 2^+-30, NaN)
+// mark their 16 tokens or their tile of 64 keys; what is marked is scored again by the portable kernel right after (exact
+// bf16 products, at its speed). With nothing marked that second pass ends at once.
+//
+// Passes (one stream, no host synchronisation):
+//   fold_queries   16 tokens a block: 512 folded rows as they lie in shared memory (128-byte swizzle), scaled weights, the
+//                  runs of equal sequence with their largest visible count; the last blocks find each sequence's largest count
+//   fold_keys      64 keys a block: the same for a tile of keys and its 64 factors. Key order inside 16: even keys, then odd,
+//                  so that a thread's two rows g and g + 8 are neighbouring columns (one 4-byte store)
+//   score          persistent, one block an SM; a unit is 16 tokens x 64 tiles (4,096 columns), token blocks fastest, so
+//                  that blocks that run together read the same keys from L2
+//   second pass    logits.cu
+//
+// Roles in `score`: warpgroups 0 and 1 own 8 tokens each (N = 256 = 8 x 32 heads, 128 accumulators a thread) and both
+// multiply every key tile (M = 64) of the ring; warp 8 fetches whole tiles with plain bulk copies (the images need no tensor map).
+// The two take turns to issue (named barriers 1 and 2), so that one's epilogue (CUDA cores) runs beside the other's
+// products. Epilogue per pair of heads: 2 conversions, relu + pack, one bf16x2 multiply, 2 unpack, 2 adds; the four lanes of
+// a quad then exchange partial sums so that each finishes one token in four: (p0 + p1) + (p2 + p3) as everywhere.
+//
+// Shared memory: 2 x 65.1 KiB of queries (double-buffered) + 6 x 9 KiB of key tiles = 185 KiB.
+// Workspace: logits_workspace_bytes(), about 4.1 KiB a token + 132 bytes a sequence and column.
+// Limits: Hi <= 32, Di = 128. Without a workspace the portable kernel runs: ops/indexer.py gives none for other shapes, for
+// batches of fewer than 16 tokens a sequence (they would fold more keys than they score), and past 2 GiB.
+#include "common/launch.h"
+#include "common/math.h"
+#include "common/number_formats.cuh"
+#include "common/ptx_sm90.cuh"
+#include "common/wgmma_sm90.cuh"
+#include "indexer/indexer.h"
+#include "indexer/score_tile.cuh"
+
+namespace mdi::indexer {
+namespace {
+
+constexpr int kHeads = 32;
+constexpr int kDim = 128;
+constexpr int kTokens = 16;                   // of a unit; 8 a warpgroup
+constexpr int kGroupTokens = 8;
+constexpr int kTileKeys = 64;
+constexpr int kChunkTiles = 64;
+constexpr int kStages = 6;
+constexpr int kMaxShift = 3;
+constexpr int kMaxExponent = 30;
+constexpr int kImageBytes = kGroupTokens * kHeads * kDim;  // one warpgroup's queries
+
+struct Run {  // tokens begin..end-1 of the block belong to sequence seq; the most visible of them sees `limit` entries
+    int begin, end, seq, limit;
+};
+
+struct QueryMeta {
+    uint32_t weight[kTokens][4][4];           // [token][t][j]: scaled weights of heads 8j + 2t, 8j + 2t + 1
+    int visible[kTokens];
+    Run run[kTokens];
+    int num_runs;
+    int pad[3];
+};
+static_assert(sizeof(QueryMeta) % 16 == 0, "bulk copies move multiples of 16 bytes");
+
+struct QueryRecord {                          // 16 tokens
+    uint8_t image[2][kImageBytes];
+    QueryMeta meta;
+    uint8_t fill[1024 - sizeof(QueryMeta) % 1024];
+};
+
+struct KeyRecord {                            // 64 keys, in image order
+    uint8_t image[kTileKeys * kDim];
+    float factor[kTileKeys];
+};
+static_assert(sizeof(KeyRecord) == 8448, "one bulk copy");
+
+struct Workspace {
+    QueryRecord* queries;     // [ceil(T / 16)]
+    KeyRecord* keys;          // [B, tiles]
+    int32_t* most_visible;    // [B]
+    uint8_t* marked_tokens;   // [ceil(T / 16)]
+    uint8_t* marked_tiles;    // [B, tiles]
+    int32_t* any_marked;      // [1]
+    int num_blocks, num_tiles;
+};
+
+int64_t place(int64_t num_tokens, int64_t num_seqs, int64_t num_cols, uint8_t* base, Workspace& w) {
+    const int64_t blocks = ceil_div<int64_t>(num_tokens, kTokens), tiles = ceil_div<int64_t>(num_cols, kTileKeys);
+    int64_t offset = 0;
+    const auto take = [&](int64_t bytes) {
+        uint8_t* at = base + offset;
+        offset += align_up<int64_t>(bytes, 1024);
+        return at;
+    };
+    w.queries = reinterpret_cast<QueryRecord*>(take(blocks * static_cast<int64_t>(sizeof(QueryRecord))));
+    w.keys = reinterpret_cast<KeyRecord*>(take(num_seqs * tiles * static_cast<int64_t>(sizeof(KeyRecord))));
+    w.most_visible = reinterpret_cast<int32_t*>(take(num_seqs * 4));
+    w.marked_tokens = take(blocks);
+    w.marked_tiles = take(num_seqs * tiles);
+    w.any_marked = reinterpret_cast<int32_t*>(take(4));
+    w.num_blocks = static_cast<int>(blocks);
+    w.num_tiles = static_cast<int>(tiles);
+    return offset;
+}
+
+// ---- folding ------------------------------------------------------------------------------------------------------
+
+// One quarter (scale group) of a row per lane, the four lanes of a quad together: 32 int8 values = code * 2 << shift,
+// and the exponent of the row: value = int8 * 2^exponent. `ok` is false where the row does not fold.
+struct Folded {
+    uint32_t bytes[8];
+    int exponent;
+    bool ok;
+};
+
+__device__ __forceinline__ Folded fold_quarter(const uint32_t (&word)[4], uint32_t scale) {
+    const bool zero = ((word[0] | word[1] | word[2] | word[3]) & 0x77777777u) == 0;
+    int lowest = zero ? 1 << 20 : static_cast<int>(scale);  // a group of zeros fits any exponent
+    lowest = min_of(lowest, __shfl_xor_sync(0xffffffffu, lowest, 1));
+    lowest = min_of(lowest, __shfl_xor_sync(0xffffffffu, lowest, 2));
+    const bool all_zero = lowest == 1 << 20;
+    const int shift = zero ? 0 : static_cast<int>(scale) - lowest;
+    Folded out;
+    out.exponent = all_zero ? 0 : lowest - 127 - 1;
+    int ok = scale != 255 && shift <= kMaxShift && out.exponent >= -kMaxExponent && out.exponent <= kMaxExponent;
+    ok &= __shfl_xor_sync(0xffffffffu, ok, 1);  // never behind a condition: all lanes take part
+    ok &= __shfl_xor_sync(0xffffffffu, ok, 2);
+    out.ok = ok != 0;
+    const int s = min_of(shift, kMaxShift);
+    // magnitudes 0 1 2 3 | 4 6 8 12 of the eight codes, and their negatives, one byte each
+    const uint32_t low = 0x03020100u << s, high = 0x0c080604u << s;
+    const uint32_t minus_low = __vneg4(low), minus_high = __vneg4(high);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const uint32_t codes = word[i / 2] >> (16 * (i % 2)) & 0xffffu;
+        const uint32_t plus = __byte_perm(low, high, codes & 0x7777u);
+        const uint32_t minus = __byte_perm(minus_low, minus_high, codes & 0x7777u);
+        const uint32_t negative = __byte_perm(0x0000ff00u, 0, codes >> 3 & 0x1111u);  // ff where the sign bit is set
+        out.bytes[i] = (plus & ~negative) | (minus & negative);
+    }
+    return out;
+}
+
+__device__ __forceinline__ void store_quarter(uint8_t* image, int row, int quarter, const uint32_t (&bytes)[8]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const uint32_t offset = swizzle128(static_cast<uint32_t>(row * kDim + quarter * 32 + half * 16));
+        *reinterpret_cast<uint4*>(image + offset) =
+            make_uint4(bytes[4 * half], bytes[4 * half + 1], bytes[4 * half + 2], bytes[4 * half + 3]);
+    }
+}
+
+__device__ __forceinline__ int clamped_visible(const LogitsParams& p, int token) {
+    const int seq = p.seq_of_token[token];
+    if (seq < 0 || seq >= p.num_seqs) return 0;
+    const int64_t held = static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page;
+    return max_of(0, static_cast<int>(min_of<int64_t>(min_of(p.visible[token], p.num_cols), held)));
+}
+
+constexpr int kFoldThreads = 256;
+
+__global__ void __launch_bounds__(kFoldThreads) fold_queries_kernel(LogitsParams p, Workspace w) {
+    if (blockIdx.x >= w.num_blocks) {  // largest visible count of one sequence
+        const int seq = static_cast<int>(blockIdx.x) - w.num_blocks;
+        __shared__ int most;
+        if (threadIdx.x == 0) most = 0;
+        __syncthreads();
+        int mine = 0;
+        for (int token = threadIdx.x; token < p.num_tokens; token += kFoldThreads)
+            if (p.seq_of_token[token] == seq) mine = max_of(mine, clamped_visible(p, token));
+        atomicMax(&most, mine);
+        __syncthreads();
+        if (threadIdx.x == 0) w.most_visible[seq] = most;
+        return;
+    }
+    QueryRecord& record = w.queries[blockIdx.x];
+    const int first_token = static_cast<int>(blockIdx.x) * kTokens;
+    const int num_tokens = min_of(kTokens, p.num_tokens - first_token);
+    bool ok = true;
+    for (int item = threadIdx.x; item < kTokens * kHeads * 4; item += kFoldThreads) {
+        const int row = item / 4, quarter = item % 4, token = row / kHeads, head = row % kHeads;
+        uint32_t word[4] = {0, 0, 0, 0};
+        uint32_t scale = 127;
+        uint16_t weight = 0;
+        if (token < num_tokens && head < p.num_heads) {
+            const int64_t source = static_cast<int64_t>(first_token + token) * p.num_heads + head;
+            const uint4 v = reinterpret_cast<const uint4*>(p.q_codes)[source * 4 + quarter];
+            word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+            scale = p.q_scale[source * 4 + quarter];
+            weight = p.weights[source];
+        }
+        const Folded folded = fold_quarter(word, scale);
+        store_quarter(record.image[token / kGroupTokens], row % (kGroupTokens * kHeads), quarter, folded.bytes);
+        // weight * 2^exponent: exact, as both exponents are small
+        const int exponent = (weight >> 7 & 0xff) - 127;
+        const bool weight_is_zero = (weight & 0x7fff) == 0;
+        ok = ok && folded.ok && (weight_is_zero || (exponent >= -kMaxExponent && exponent <= kMaxExponent));
+        if (quarter == 0) {
+            const uint16_t scaled = weight_is_zero ? weight : static_cast<uint16_t>(weight + folded.exponent * 128);
+            reinterpret_cast<uint16_t*>(&record.meta.weight[token][head % 8 / 2][head / 8])[head % 2] = scaled;
+        }
+    }
+    if (threadIdx.x < kTokens)
+        record.meta.visible[threadIdx.x] =
+            static_cast<int>(threadIdx.x) < num_tokens ? clamped_visible(p, first_token + threadIdx.x) : 0;
+    if (threadIdx.x == 0) {
+        int num_runs = 0;
+        for (int begin = 0; begin < num_tokens;) {
+            const int seq = p.seq_of_token[first_token + begin];
+            int end = begin, limit = 0;
+            for (; end < num_tokens && p.seq_of_token[first_token + end] == seq; ++end)
+                limit = max_of(limit, clamped_visible(p, first_token + end));
+            record.meta.run[num_runs++] = {begin, end, seq, limit};
+            begin = end;
+        }
+        record.meta.num_runs = num_runs;
+    }
+    const int bad = __syncthreads_or(!ok);
+    if (threadIdx.x == 0) {
+        w.marked_tokens[blockIdx.x] = bad != 0;
+        if (bad != 0) atomicOr(w.any_marked, 1);
+    }
+}
+
+__global__ void __launch_bounds__(kFoldThreads) fold_keys_kernel(LogitsParams p, Workspace w) {
+    static_assert(kFoldThreads == 4 * kTileKeys, "one thread per key and quarter");
+    const int seq = static_cast<int>(blockIdx.x / w.num_tiles), tile = static_cast<int>(blockIdx.x % w.num_tiles);
+    const int most = w.most_visible[seq];
+    if (tile * kTileKeys >= most) return;
+    const int64_t at = static_cast<int64_t>(seq) * w.num_tiles + tile;
+    KeyRecord& record = w.keys[at];
+    const int key = threadIdx.x / 4, quarter = threadIdx.x % 4, entry = tile * kTileKeys + key;
+    uint32_t word[4] = {0, 0, 0, 0};
+    uint32_t scale = 127;
+    if (entry < most) {
+        const int page = p.page_table[static_cast<int64_t>(seq) * p.pages_per_seq + entry / p.entries_per_page];
+        const int64_t row = static_cast<int64_t>(page) * p.entries_per_page + entry % p.entries_per_page;
+        const uint8_t* source = p.keys + row * KeyRow<kDim>::kBytes;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) word[i] = reinterpret_cast<const uint32_t*>(source)[4 * quarter + i];
+        scale = source[KeyRow<kDim>::kCodeBytes + quarter];
+    }
+    const Folded folded = fold_quarter(word, scale);
+    const int row = key / 16 * 16 + key % 2 * 8 + key % 16 / 2;  // keys 2g and 2g + 1 of 16 lie in rows g and g + 8
+    store_quarter(record.image, row, quarter, folded.bytes);
+    if (quarter == 0) record.factor[row] = bits_float(static_cast<uint32_t>(folded.exponent + 127) << 23);
+    const int bad = __syncthreads_or(!folded.ok);
+    if (threadIdx.x == 0) {
+        w.marked_tiles[at] = bad != 0;
+        if (bad != 0) atomicOr(w.any_marked, 1);
+    }
+}
+
+// ---- scoring ------------------------------------------------------------------------------------------------------
+
+constexpr int kConsumers = 2;
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kAccumulators = kGroupTokens * kHeads / 2;  // 64 x 256 over 128 threads
+
+struct SharedStorage {
+    alignas(1024) uint8_t queries[2][2][kImageBytes];
+    struct alignas(1024) Stage {
+        KeyRecord record;
+    } stage[kStages];
+    alignas(16) QueryMeta meta[2];
+    alignas(8) uint64_t full[kStages];
+    uint64_t empty[kStages];
+    uint64_t query_full[2];
+    uint64_t query_empty[2];
+};
+static_assert(sizeof(SharedStorage) + 1024 <= 227 * 1024, "shared memory of one block");
+
+// wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8: d = a * b (+ d when `accumulate`), both operands K-major in shared memory
+__device__ __forceinline__ void wgmma_s8_n256(int (&d)[128], uint64_t descriptor_a, uint64_t descriptor_b, bool accumulate) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 {" MDI_WGMMA_TEXT_128
+        "}, %128, %129, p;\n}\n"
+        : // clang-format off
+          "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]),
+          "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]),
+          "+r"(d[16]), "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]),
+          "+r"(d[24]), "+r"(d[25]), "+r"(d[26]), "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31]),
+          "+r"(d[32]), "+r"(d[33]), "+r"(d[34]), "+r"(d[35]), "+r"(d[36]), "+r"(d[37]), "+r"(d[38]), "+r"(d[39]),
+          "+r"(d[40]), "+r"(d[41]), "+r"(d[42]), "+r"(d[43]), "+r"(d[44]), "+r"(d[45]), "+r"(d[46]), "+r"(d[47]),
+          "+r"(d[48]), "+r"(d[49]), "+r"(d[50]), "+r"(d[51]), "+r"(d[52]), "+r"(d[53]), "+r"(d[54]), "+r"(d[55]),
+          "+r"(d[56]), "+r"(d[57]), "+r"(d[58]), "+r"(d[59]), "+r"(d[60]), "+r"(d[61]), "+r"(d[62]), "+r"(d[63]),
+          "+r"(d[64]), "+r"(d[65]), "+r"(d[66]), "+r"(d[67]), "+r"(d[68]), "+r"(d[69]), "+r"(d[70]), "+r"(d[71]),
+          "+r"(d[72]), "+r"(d[73]), "+r"(d[74]), "+r"(d[75]), "+r"(d[76]), "+r"(d[77]), "+r"(d[78]), "+r"(d[79]),
+          "+r"(d[80]), "+r"(d[81]), "+r"(d[82]), "+r"(d[83]), "+r"(d[84]), "+r"(d[85]), "+r"(d[86]), "+r"(d[87]),
+          "+r"(d[88]), "+r"(d[89]), "+r"(d[90]), "+r"(d[91]), "+r"(d[92]), "+r"(d[93]), "+r"(d[94]), "+r"(d[95]),
+          "+r"(d[96]), "+r"(d[97]), "+r"(d[98]), "+r"(d[99]), "+r"(d[100]), "+r"(d[101]), "+r"(d[102]), "+r"(d[103]),
+          "+r"(d[104]), "+r"(d[105]), "+r"(d[106]), "+r"(d[107]), "+r"(d[108]), "+r"(d[109]), "+r"(d[110]), "+r"(d[111]),
+          "+r"(d[112]), "+r"(d[113]), "+r"(d[114]), "+r"(d[115]), "+r"(d[116]), "+r"(d[117]), "+r"(d[118]), "+r"(d[119]),
+          "+r"(d[120]), "+r"(d[121]), "+r"(d[122]), "+r"(d[123]), "+r"(d[124]), "+r"(d[125]), "+r"(d[126]), "+r"(d[127])
+          // clang-format on
+        : "l"(descriptor_a), "l"(descriptor_b), "r"(static_cast<uint32_t>(accumulate)));
+#else
+    __trap();
+#endif
+}
+
+// ld.shared.v4.u32
+__device__ __forceinline__ void load_shared_128(uint32_t (&out)[4], uint32_t smem) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(smem));
+}
+
+struct Unit {
+    int block, first_col, end_col;
+};
+
+__device__ __forceinline__ Unit unit_of(const LogitsParams& p, const Workspace& w, int64_t index) {
+    const int chunk = static_cast<int>(index / w.num_blocks);
+    Unit unit;
+    unit.block = static_cast<int>(index % w.num_blocks);
+    unit.first_col = chunk * kChunkTiles * kTileKeys;
+    unit.end_col = min_of(unit.first_col + kChunkTiles * kTileKeys, p.num_cols);
+    return unit;
+}
+
+__device__ __forceinline__ int tiles_of(const Unit& unit, int limit) {
+    limit = min_of(limit, unit.end_col);
+    return limit > unit.first_col ? ceil_div(limit - unit.first_col, kTileKeys) : 0;
+}
+
+struct Producer {
+    static __device__ __forceinline__ void run(const LogitsParams& p, const Workspace& w, SharedStorage& shared, int64_t num_units) {
+        int stage = 0, buffer = 0;
+        uint32_t phase = 0, query_phase = 0;
+        for (int64_t index = blockIdx.x; index < num_units; index += gridDim.x) {
+            const Unit unit = unit_of(p, w, index);
+            const QueryRecord& record = w.queries[unit.block];
+            ptx::mbarrier_wait(ptx::smem_address(&shared.query_empty[buffer]), query_phase ^ 1);
+            const uint32_t query_full = ptx::smem_address(&shared.query_full[buffer]);
+            ptx::mbarrier_arrive_expect_tx(query_full, 2 * kImageBytes + sizeof(QueryMeta));
+            ptx::bulk_load(ptx::smem_address(shared.queries[buffer]), record.image, 2 * kImageBytes, query_full);
+            ptx::bulk_load(ptx::smem_address(&shared.meta[buffer]), &record.meta, sizeof(QueryMeta), query_full);
+            buffer ^= 1;
+            query_phase ^= buffer == 0;
+            const int num_runs = record.meta.num_runs;
+            for (int r = 0; r < num_runs; ++r) {
+                const Run run = record.meta.run[r];
+                const int num_tiles = tiles_of(unit, run.limit);
+                const KeyRecord* source = w.keys + static_cast<int64_t>(run.seq) * w.num_tiles + unit.first_col / kTileKeys;
+                for (int tile = 0; tile < num_tiles; ++tile) {
+                    ptx::mbarrier_wait(ptx::smem_address(&shared.empty[stage]), phase ^ 1);
+                    const uint32_t full = ptx::smem_address(&shared.full[stage]);
+                    ptx::mbarrier_arrive_expect_tx(full, sizeof(KeyRecord));
+                    ptx::bulk_load(ptx::smem_address(&shared.stage[stage]), source + tile, sizeof(KeyRecord), full);
+                    stage = stage + 1 == kStages ? 0 : stage + 1;
+                    phase ^= stage == 0;
+                }
+            }
+        }
+    }
+};
+
+// Columns begin..end-1 of a row become -inf; one warp.
+__device__ __forceinline__ void fill_neg_inf(uint16_t* row, int begin, int end, int lane) {
+    if ((reinterpret_cast<uintptr_t>(row + begin) & 15) == 0) {
+        const uint32_t pair = kNegInfBf16 * 0x10001u;
+        for (int i = begin + lane * 8; i + 8 <= end; i += 256)
+            *reinterpret_cast<uint4*>(row + i) = make_uint4(pair, pair, pair, pair);
+        begin += max_of(0, end - begin) / 8 * 8;
+    }
+    for (int i = begin + lane; i < end; i += 32) row[i] = kNegInfBf16;
+}
+
+struct Consumer {
+    // Head sums of the warpgroup's 8 tokens (scaled weights at shared address `weight`) for the thread's two keys. Lane t of a quad ends with tokens t and 4 + t:
+    // out[a][0] key 2g, out[a][1] key 2g + 1 of the warp's 16.
+    static __device__ __forceinline__ void head_sums(const int (&acc)[kAccumulators], uint32_t weight, int t,
+                                                     float (&out)[2][2]) {
+        const bool odd = (t & 1) != 0, upper = (t & 2) != 0;
+#pragma unroll
+        for (int a = 0; a < 2; ++a) {
+            float sum[4][2];
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                uint32_t pair[4];
+                load_shared_128(pair, weight + ((4 * a + q) * 4 + t) * 16);
+                sum[q][0] = sum[q][1] = 0.0f;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const int i = 4 * (4 * (4 * a + q) + j);
+                    add_heads(sum[q][0], __int2float_rn(acc[i]), __int2float_rn(acc[i + 1]), pair[j]);
+                    add_heads(sum[q][1], __int2float_rn(acc[i + 2]), __int2float_rn(acc[i + 3]), pair[j]);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                // even lanes go on with tokens 0 and 2, odd ones with 1 and 3; then the lower lanes with the first
+                const float first = (odd ? sum[1][k] : sum[0][k]) +
+                                    __shfl_xor_sync(0xffffffffu, odd ? sum[0][k] : sum[1][k], 1);
+                const float second = (odd ? sum[3][k] : sum[2][k]) +
+                                     __shfl_xor_sync(0xffffffffu, odd ? sum[2][k] : sum[3][k], 1);
+                out[a][k] = (upper ? second : first) + __shfl_xor_sync(0xffffffffu, upper ? first : second, 2);
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void run(const LogitsParams& p, const Workspace& w, SharedStorage& shared, int group,
+                                               int64_t num_units) {
+        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const bool aligned = (reinterpret_cast<uintptr_t>(p.out) & 3) == 0 && p.out_stride % 2 == 0;
+        int stage = 0, buffer = 0;
+        uint32_t phase = 0, query_phase = 0;
+        if (group == 1) ptx::named_barrier_arrive(1, 256);  // warpgroup 0 begins
+        for (int64_t index = blockIdx.x; index < num_units; index += gridDim.x) {
+            const Unit unit = unit_of(p, w, index);
+            ptx::mbarrier_wait(ptx::smem_address(&shared.query_full[buffer]), query_phase);
+            const QueryMeta& meta = shared.meta[buffer];
+            const uint64_t queries = smem_descriptor_k128(ptx::smem_address(shared.queries[buffer][group]));
+            const uint32_t weights = ptx::smem_address(meta.weight[group * kGroupTokens]);
+            int visible[2];
+            uint16_t* row[2];
+#pragma unroll
+            for (int a = 0; a < 2; ++a) {
+                const int token = group * kGroupTokens + 4 * a + t;
+                visible[a] = meta.visible[token];
+                row[a] = p.out + static_cast<int64_t>(unit.block * kTokens + token) * p.out_stride;
+            }
+            const int num_runs = meta.num_runs;
+            for (int r = 0; r < num_runs; ++r) {
+                const Run run = meta.run[r];
+                const int num_tiles = tiles_of(unit, run.limit);
+                bool mine[2];
+#pragma unroll
+                for (int a = 0; a < 2; ++a) {
+                    const int token = group * kGroupTokens + 4 * a + t;
+                    mine[a] = token >= run.begin && token < run.end;
+                }
+                for (int tile = 0; tile < num_tiles; ++tile) {
+                    ptx::mbarrier_wait(ptx::smem_address(&shared.full[stage]), phase);
+                    const KeyRecord& record = shared.stage[stage].record;
+                    const uint64_t keys = smem_descriptor_k128(ptx::smem_address(record.image));
+                    int acc[kAccumulators];
+                    __syncwarp();  // the stores of the last tile may have parted the lanes
+                    ptx::named_barrier_sync(1 + group, 256);  // this warpgroup's turn to issue
+                    wgmma_fence();
+#pragma unroll
+                    for (int k = 0; k < kDim / 32; ++k)
+                        wgmma_s8_n256(acc, advance_descriptor(keys, 32 * k), advance_descriptor(queries, 32 * k), k > 0);
+                    wgmma_commit();
+                    ptx::named_barrier_arrive(2 - group, 256);  // the other's turn
+                    const float factor_even = record.factor[warp * 16 + g], factor_odd = record.factor[warp * 16 + g + 8];
+                    wgmma_wait<0>();
+                    if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(&shared.empty[stage]));
+                    stage = stage + 1 == kStages ? 0 : stage + 1;
+                    phase ^= stage == 0;
+
+                    float sum[2][2];
+                    head_sums(acc, weights, t, sum);
+                    const int column = unit.first_col + tile * kTileKeys + warp * 16 + 2 * g;
+#pragma unroll
+                    for (int a = 0; a < 2; ++a) {
+                        uint32_t pair = ptx::pack_bf16x2(sum[a][0] * factor_even, sum[a][1] * factor_odd);
+                        if (column >= visible[a]) pair = (pair & 0xffff0000u) | kNegInfBf16;
+                        if (column + 1 >= visible[a]) pair = (pair & 0xffffu) | static_cast<uint32_t>(kNegInfBf16) << 16;
+                        if (!mine[a]) continue;
+                        if (aligned && column + 1 < p.num_cols) {
+                            *reinterpret_cast<uint32_t*>(row[a] + column) = pair;
+                        } else {
+                            if (column < p.num_cols) row[a][column] = static_cast<uint16_t>(pair);
+                            if (column + 1 < p.num_cols) row[a][column + 1] = static_cast<uint16_t>(pair >> 16);
+                        }
+                    }
+                }
+                const int filled = unit.first_col + num_tiles * kTileKeys;
+                for (int token = group * kGroupTokens + warp; token < (group + 1) * kGroupTokens; token += 4)
+                    if (token >= run.begin && token < run.end)
+                        fill_neg_inf(p.out + static_cast<int64_t>(unit.block * kTokens + token) * p.out_stride, filled,
+                                     unit.end_col, lane);
+            }
+            __syncwarp();
+            if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(&shared.query_empty[buffer]));
+            buffer ^= 1;
+            query_phase ^= buffer == 0;
+        }
+    }
+};
+
+__global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Workspace w, int64_t num_units) {
+    extern __shared__ uint8_t shared_bytes[];
+    auto& shared = *reinterpret_cast<SharedStorage*>((reinterpret_cast<uintptr_t>(shared_bytes) + 1023) & ~uintptr_t{1023});
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kStages; ++i) {
+            ptx::mbarrier_init(ptx::smem_address(&shared.full[i]), 1);
+            ptx::mbarrier_init(ptx::smem_address(&shared.empty[i]), kConsumers * 4);
+        }
+        for (int i = 0; i < 2; ++i) {
+            ptx::mbarrier_init(ptx::smem_address(&shared.query_full[i]), 1);
+            ptx::mbarrier_init(ptx::smem_address(&shared.query_empty[i]), kConsumers * 4);
+        }
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    const int group = threadIdx.x / 128;
+    if (group == kConsumers) {
+        ptx::setmaxnreg_dec<40>();
+        if (threadIdx.x == kConsumers * 128) Producer::run(p, w, shared, num_units);
+    } else {
+        ptx::setmaxnreg_inc<232>();
+        Consumer::run(p, w, shared, group, num_units);
+    }
+}
+
+}  // namespace
+
+int64_t logits_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t num_cols) {
+    Workspace w;
+    return place(num_tokens, num_seqs, num_cols, nullptr, w);
+}
+
+void launch_logits_sm90(const LogitsParams& params) {
+    if (params.workspace == nullptr) {
+        launch_logits(params);
+        return;
+    }
+    LogitsParams p = params;
+    Workspace w;
+    place(p.num_tokens, p.num_seqs, p.num_cols, p.workspace, w);
+    int device = 0, num_sms = 0;
+    check_cuda("indexer.logits", cudaGetDevice(&device));
+    check_cuda("indexer.logits", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+    check_cuda("indexer.logits", cudaMemsetAsync(w.any_marked, 0, sizeof(int32_t), p.stream));
+    launch("indexer.logits", fold_queries_kernel,
+           {dim3(static_cast<unsigned>(w.num_blocks + p.num_seqs)), dim3(kFoldThreads), 0, p.stream}, p, w);
+    launch("indexer.logits", fold_keys_kernel,
+           {dim3(static_cast<unsigned>(static_cast<int64_t>(p.num_seqs) * w.num_tiles)), dim3(kFoldThreads), 0, p.stream}, p, w);
+    const int64_t units = static_cast<int64_t>(w.num_blocks) * ceil_div(w.num_tiles, kChunkTiles);
+    launch("indexer.logits", score_kernel,
+           {dim3(static_cast<unsigned>(min_of<int64_t>(units, num_sms))), dim3(kThreads), sizeof(SharedStorage) + 1024, p.stream}, p,
+           w, units);
+    p.any_marked = w.any_marked;
+    p.marked_tokens = w.marked_tokens;
+    p.marked_tiles = w.marked_tiles;
+    p.marked_stride = w.num_tiles;
+    launch_logits_marked(p, num_sms);
+}
+
+}  // namespace mdi::indexer
