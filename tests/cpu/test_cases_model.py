@@ -154,51 +154,6 @@ def test_c33_experts_without_tokens(folder):
     assert torch.equal(got, clean.score(PROMPT))
 
 
-def test_c39_layer_plan(folder):
-    """Two compressed caches and two sets of index keys for seven layers; the ratio-1 owner has no gate."""
-    run = make(folder)
-    assert sorted(run.caches.compressed) == [1, 4]
-    assert sorted(run.caches.index_keys) == [1, 4]
-    assert run.model.blocks[4].attn.compressor.wgate is None
-    assert run.model.blocks[1].attn.compressor.wgate is not None
-    assert torch.equal(run.score(PROMPT[:7], chunk=1), run.score(PROMPT[:7]))
-
-
-def features():
-    """name -> change of the model that must move the logits: the tiny weights exercise every feature."""
-    replace = dataclasses.replace
-
-    def each(suffix, change):
-        def edit(tensors):
-            names = [name for name in tensors if name.endswith(suffix)]
-            assert names
-            for name in names:
-                tensors[name] = change(tensors[name])
-
-        return {"edit_weights": edit}
-
-    return {
-        "sink": each("attn_sink", torch.zeros_like),
-        "window": {"edit_config": lambda c: replace(c, sliding_window=7)},
-        "index_topk": {"edit_config": lambda c: replace(c, index_topk=4)},
-        "candidates": {"edit_config": lambda c: replace(c, candidate_topk_blocks=1000)},
-        "gate bias": each("gate.bias", torch.zeros_like),
-        "yarn": {"edit_config": lambda c: replace(c, rope_scaling=None)},
-        "engram": each("engram.q_weight", lambda w: -w),
-        "clamp": {"edit_config": lambda c: replace(c, swiglu_limit=0.0)},
-        "scaling": {"edit_config": lambda c: replace(c, routed_scaling_factor=1.0)},
-        "sinkhorn": {"edit_config": lambda c: replace(c, hc_sinkhorn_iters=1)},
-        "compressor gate": each("compressor.wgate.weight", torch.zeros_like),
-    }
-
-
-@pytest.mark.parametrize("name", features())
-def test_every_feature_matters(folder, name):
-    plain, changed = make(folder), make(folder)
-    changed.reload(**features()[name])
-    assert (plain.score(PROMPT) - changed.score(PROMPT)).abs().max() > 100 * TOLERANCE
-
-
 @pytest.mark.parametrize("preset", ["variant", "cases"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wo_a", ["bf16", "fp8"])

@@ -263,6 +263,7 @@ def test_engine_flags_round_trip():
     assert config.changed() == {"model": "x", "enable_prefix_caching": False, "num_pages": 12, "ep_size": 4,
                                 "load_format": "dummy", "dtype": "float32", "max_num_seqs": 4}
     assert config.profile() == NumericProfile(torch.float32)
+    assert EngineConfig(wo_a="fp8", batch_invariant=True).profile() == NumericProfile(torch.bfloat16, True, "fp8", True)
     flags = {action.dest for action in parser._actions}
     assert {f.name for f in dataclasses.fields(EngineConfig)} <= flags
     assert all(action.help for action in parser._actions)
