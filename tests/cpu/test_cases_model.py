@@ -35,6 +35,28 @@ def scaled(tensors, name: str, factor: float) -> None:
     tensors[name] = tensors[name] + round(math.log2(factor))
 
 
+# Scores, blocks of 4, keep 2 blocks, top 5: what is picked at every visible length.
+BLOCK_SCORES = [5.0, 1.0, 0.0, 0.0, 9.0, 8.0, 7.0, 6.0, -3.0, -4.0, -5.0, -6.0]
+BLOCK_PICKS = {
+    0: [], 1: [0], 4: [0, 1, 2, 3], 5: [0, 1, 2, 3, 4], 8: [0, 4, 5, 6, 7],
+    9: [4, 5, 6, 7, 8], 10: [4, 5, 6, 7, 8], 12: [4, 5, 6, 7, 8],
+}  # fmt: skip
+
+
+def test_c07_candidate_table():
+    """The newest block is always a candidate (from visible - 1, not visible), with its partial tail; nothing fills short rows."""
+    visible = torch.tensor(list(BLOCK_PICKS), dtype=torch.int32)
+    scores = torch.tensor(BLOCK_SCORES).repeat(len(visible), 1)
+    blocks = reference.indexer.candidate_blocks(scores, visible, 4, 2)
+    entry = blocks.long()[:, :, None] * 4 + torch.arange(4)
+    seen = (blocks[:, :, None] >= 0) & (entry < visible[:, None, None])
+    pool = torch.gather(scores, 1, entry.clamp(0, 11).flatten(1)).where(seen.flatten(1), float("-inf"))
+    ids, count = reference.indexer.topk(pool, None, 5, blocks, 4)
+    for row, wanted in enumerate(BLOCK_PICKS.values()):
+        assert ids[row].tolist() == wanted + [-1] * (5 - len(wanted))
+        assert count[row] == len(wanted)
+
+
 def test_c12_hyper_connection_axis():
     """comb[input, output] is summed over its first index."""
     comb, residual = torch.tensor([[[0.7, 0.2], [0.3, 0.8]]]), torch.tensor([[[1.0, 10.0], [2.0, 20.0]]])
