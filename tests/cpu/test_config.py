@@ -6,7 +6,6 @@ import argparse
 import copy
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ import torch
 from mini_deepinfer.config import EngineConfig, ModelConfig, NumericProfile, check_environment, read_env
 from mini_deepinfer.config_file import RELEASED_CONFIG
 from mini_deepinfer.tiny_checkpoint import preset_config
-
-TINY_A = Path(__file__).parents[1] / "data" / "tiny-a"
+from tests.golden import TINY_A
 
 
 def released(**changes):
