@@ -10,14 +10,16 @@
 
 namespace mdi::elementwise {
 
-constexpr int kMixWarps = 10;
-constexpr int kMixThreads = kMixWarps * 32;
+constexpr int kMixWarps = 10;                           // that multiply
+constexpr int kCopyThreads = 64;                        // that move tiles between memory and shared memory
+constexpr int kMixThreads = kMixWarps * 32 + kCopyThreads;
 constexpr int kWarpColumns = 16;                        // columns of a warp in every stream: one mma of K = 16 a stream
 constexpr int kSlice = kMixWarps * kWarpColumns;        // columns of a block
 constexpr int kTileTokens = 16;                         // M of the mma
 constexpr int kNumPlanes = 3;                           // hi, mid, lo
 constexpr int kSliceVectors = kSlice / kVector;
-static_assert(kSliceVectors * kTileTokens == kMixThreads, "a thread copies the same vector of every row of its token");
+constexpr int kCopyTokens = kCopyThreads / kSliceVectors;  // copied side by side; a few threads idle
+constexpr int kCopySteps = ceil_div(kTileTokens, kCopyTokens);
 
 template <int kStreams>
 struct MixTraits {
@@ -29,7 +31,7 @@ struct MixTraits {
 };
 
 // Shared memory: kStages tiles [token][row][column of the slice], row = stream (then y), each with the tokens' coefficients
-// [post | comb | pre] when expanding; then two buffers of the warps' sums [warp][token][row of fn] and square sums.
+// [post | comb | pre] when expanding; then two buffers of the warps' sums [warp][token][rows of fn, square sum].
 template <int kStreams, bool kExpand>
 struct PassTraits : MixTraits<kStreams> {
     using Mix = MixTraits<kStreams>;
@@ -42,8 +44,9 @@ struct PassTraits : MixTraits<kStreams> {
     static constexpr int kCoefficientPitch = kCoefficients % 8 == 4 ? kCoefficients : kCoefficients + 4;
     static constexpr int kTileBytes = kTileTokens * kTokenPitch * 2;
     static constexpr int kStageBytes = kTileBytes + (kExpand ? kTileTokens * kCoefficientPitch * 4 : 0);
-    static constexpr int kSumFloats = kMixWarps * kTileTokens * Mix::kRows;
-    static constexpr int kBufferFloats = kSumFloats + kMixWarps * kTileTokens;
+    static constexpr int kSumPitch = Mix::kRows + 2;  // sums, then the square sum
+    static constexpr int kWarpFloats = kTileTokens * kSumPitch;
+    static constexpr int kBufferFloats = kMixWarps * kWarpFloats;
     static constexpr int kStages = min_of(8, (227 * 1024 - 2 * kBufferFloats * 4) / kStageBytes);
     static constexpr int kAhead = kStages - 2;  // tiles in flight; one is computed, one is copied out
     static constexpr int kSmemBytes = kStages * kStageBytes + 2 * kBufferFloats * 4;
@@ -71,7 +74,8 @@ MDI_DEVICE void load_fragments(const HcMixParams& p, int column, Fragments<kStre
     using T = MixTraits<kStreams>;
     const int g = static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll
-    for (int s = 0; s < kStreams; ++s)
+    for (int s = 0; s < kStreams; ++s) {
+        if (s % 2 == 0) __syncwarp();  // not all loads at once: registers
 #pragma unroll
         for (int c = 0; c < T::kColTiles; ++c) {
             const int row = c * 8 + g;
@@ -82,6 +86,7 @@ MDI_DEVICE void load_fragments(const HcMixParams& p, int column, Fragments<kStre
             split_pair(value.x, value.y, pair[0][0], pair[1][0], pair[2][0]);
             split_pair(value.z, value.w, pair[0][1], pair[1][1], pair[2][1]);
         }
+    }
 }
 
 MDI_DEVICE void unpack(const uint2& packed, float (&value)[4]) {
@@ -105,34 +110,55 @@ MDI_DEVICE void copy_coefficients(float* target, const float* source) {
     }
 }
 
-// Starts the copy of a tile into `stage`; columns past N and tokens past T become zero. A thread copies one vector of every
-// row of one token: kSliceVectors neighbouring threads read a row's whole slice.
+// What a copy thread moves: vector `vector` of the rows of tokens local, local + kCopyTokens, ...
+struct CopyLane {
+    int thread;  // of the copy threads
+    int local, vector, column;
+
+    MDI_DEVICE CopyLane() {
+        thread = static_cast<int>(threadIdx.x) - kMixWarps * 32;
+        local = thread / kSliceVectors;
+        vector = thread % kSliceVectors * kVector;
+        column = static_cast<int>(blockIdx.y) * kSlice + vector;
+        if (local >= kCopyTokens) local = kTileTokens;  // idle
+    }
+};
+
+// Starts the copy of a tile into `stage`. Columns past N become zero; tokens past T are left as they are: no other token's
+// result depends on them.
 template <int kStreams, bool kExpand>
-MDI_DEVICE void fetch_tile(const HcExpandMixParams& p, int tile, char* stage) {
+MDI_DEVICE void fetch_tile(const HcExpandMixParams& p, const CopyLane& lane, int tile, char* stage) {
     using T = PassTraits<kStreams, kExpand>;
     const HcMixParams& mix = p.mix;
-    const int thread = static_cast<int>(threadIdx.x);
-    const int local = thread / kSliceVectors, vector = thread % kSliceVectors * kVector;
-    const int64_t token = static_cast<int64_t>(tile) * kTileTokens + local;
-    const int column = static_cast<int>(blockIdx.y) * kSlice + vector;
-    const bool live = token < mix.num_tokens && column < mix.width;
+    const int64_t first = static_cast<int64_t>(tile) * kTileTokens;
+    const int num_tokens = static_cast<int>(min_of<int64_t>(mix.num_tokens - first, kTileTokens));
+    const bool live = lane.column < mix.width;
     const uint32_t bytes = live ? 16 : 0;
-    const bf16* source = mix.streams + (live ? token * kStreams * mix.width + column : 0);
-    const int64_t row_step = live ? mix.width : 0;
-    const uint32_t target = ptx::smem_address(stage) + (local * T::kTokenPitch + vector) * 2;
+    const int column = live ? lane.column : 0;
+    const uint32_t target = ptx::smem_address(stage) + (lane.local * T::kTokenPitch + lane.vector) * 2;
+    const bf16* source = mix.streams + (first + lane.local) * kStreams * mix.width + column;
+    const bf16* y = kExpand ? p.y + (first + lane.local) * p.y_stride + column : nullptr;
 #pragma unroll
-    for (int s = 0; s < kStreams; ++s) ptx::cp_async_16_zfill(target + s * kSlice * 2, source + s * row_step, bytes);
+    for (int k = 0; k < kCopySteps; ++k) {
+        if (lane.local + k * kCopyTokens < num_tokens) {
+            const uint32_t to = target + k * kCopyTokens * T::kTokenPitch * 2;
+#pragma unroll
+            for (int s = 0; s < kStreams; ++s)
+                ptx::cp_async_16_zfill(to + s * kSlice * 2, source + (k * kCopyTokens * kStreams + s) * static_cast<int64_t>(mix.width),
+                                       bytes);
+            if constexpr (kExpand) ptx::cp_async_16_zfill(to + kStreams * kSlice * 2, y + k * kCopyTokens * p.y_stride, bytes);
+        }
+    }
     if constexpr (kExpand) {
-        ptx::cp_async_16_zfill(target + kStreams * kSlice * 2, p.y + (live ? token * p.y_stride + column : 0), bytes);
         constexpr int kParts = kStreams + 2;  // post, the rows of comb, pre
-        const int part = thread % kParts;
-        const int64_t owner = static_cast<int64_t>(tile) * kTileTokens + thread / kParts;
-        if (thread < kTileTokens * kParts && owner < mix.num_tokens) {
-            const float* from = part == 0 ? p.post + owner * kStreams
-                                : part <= kStreams ? p.comb + (owner * kStreams + part - 1) * kStreams
-                                                   : p.pre + owner * kStreams;
-            float* coefficients = reinterpret_cast<float*>(stage + T::kTileBytes);
-            copy_coefficients<kStreams>(coefficients + thread / kParts * T::kCoefficientPitch + part * kStreams, from);
+        float* coefficients = reinterpret_cast<float*>(stage + T::kTileBytes);
+        for (int item = lane.thread; item < num_tokens * kParts; item += kCopyThreads) {
+            const int part = item % kParts, local = item / kParts;
+            const int64_t token = first + local;
+            const float* from = part == 0 ? p.post + token * kStreams
+                                : part <= kStreams ? p.comb + (token * kStreams + part - 1) * kStreams
+                                                   : p.pre + token * kStreams;
+            copy_coefficients<kStreams>(coefficients + local * T::kCoefficientPitch + part * kStreams, from);
         }
     }
 }
@@ -219,61 +245,63 @@ MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* 
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int token = warp * kTileTokens + g + 8 * r;
+        float* target = buffer + warp * T::kWarpFloats + (g + 8 * r) * T::kSumPitch + 2 * t;
         square[r] = warp_sum<4>(square[r]);
 #pragma unroll
         for (int c = 0; c < T::kColTiles; ++c)
-            *reinterpret_cast<float2*>(buffer + token * T::kRows + c * 8 + 2 * t) =
+            *reinterpret_cast<float2*>(target + c * 8) =
                 make_float2(sum[0][c][2 * r] + (sum[1][c][2 * r] + sum[2][c][2 * r]),
                             sum[0][c][2 * r + 1] + (sum[1][c][2 * r + 1] + sum[2][c][2 * r + 1]));
-        if (t == 0) buffer[T::kSumFloats + token] = square[r];
+        if (t == 0) target[T::kRows] = square[r];
     }
 }
 
-// A finished tile: R' and x to memory (the vectors that this thread fetched), the warps' sums in order to the partial sums.
+// A finished tile: R' and x to memory, the warps' sums in order to the partial sums.
 template <int kStreams, bool kExpand>
-MDI_DEVICE void finish_tile(const HcExpandMixParams& p, int tile, const char* stage, const float* buffer) {
+MDI_DEVICE void finish_tile(const HcExpandMixParams& p, const CopyLane& lane, int tile, const char* stage, const float* buffer) {
     using T = PassTraits<kStreams, kExpand>;
     const HcMixParams& mix = p.mix;
-    const int thread = static_cast<int>(threadIdx.x);
+    const int64_t first = static_cast<int64_t>(tile) * kTileTokens;
+    const int num_tokens = static_cast<int>(min_of<int64_t>(mix.num_tokens - first, kTileTokens));
     if constexpr (kExpand) {
-        const int local = thread / kSliceVectors, vector = thread % kSliceVectors * kVector;
-        const int64_t token = static_cast<int64_t>(tile) * kTileTokens + local;
-        const int column = static_cast<int>(blockIdx.y) * kSlice + vector;
-        if (token < mix.num_tokens && column < mix.width) {
-            const bf16* source = reinterpret_cast<const bf16*>(stage) + local * T::kTokenPitch + vector;
-            bf16* out = p.out + token * kStreams * mix.width + column;
+        const bf16* source = reinterpret_cast<const bf16*>(stage) + lane.local * T::kTokenPitch + lane.vector;
+        bf16* out = p.out + (first + lane.local) * kStreams * mix.width + lane.column;
+        bf16* x = p.x + (first + lane.local) * mix.width + lane.column;
+        const int last = lane.column < mix.width ? num_tokens : 0;
 #pragma unroll
-            for (int s = 0; s < kStreams; ++s)
-                store_evict_first(out + static_cast<int64_t>(s) * mix.width, *reinterpret_cast<const uint4*>(source + s * kSlice));
-            *reinterpret_cast<uint4*>(p.x + token * mix.width + column) =
-                *reinterpret_cast<const uint4*>(source + kStreams * kSlice);
+        for (int k = 0; k < kCopySteps; ++k) {
+            if (lane.local + k * kCopyTokens < last) {
+                const bf16* from = source + k * kCopyTokens * T::kTokenPitch;
+#pragma unroll
+                for (int s = 0; s < kStreams; ++s)
+                    store_evict_first(out + (k * kCopyTokens * kStreams + s) * static_cast<int64_t>(mix.width),
+                                      *reinterpret_cast<const uint4*>(from + s * kSlice));
+                *reinterpret_cast<uint4*>(x + k * kCopyTokens * static_cast<int64_t>(mix.width)) =
+                    *reinterpret_cast<const uint4*>(from + kStreams * kSlice);
+            }
         }
     }
+    float* partial = mix.partial + (static_cast<int64_t>(blockIdx.y) * mix.num_tokens + first) * T::kPartial;
     constexpr int kPairs = T::kRows / 2, kItems = kTileTokens * kPairs;
-    static_assert(kItems + kTileTokens <= kMixThreads, "one sum a thread");
-    const bool is_pair = thread < kItems;
-    const int local = is_pair ? thread / kPairs : thread - kItems;
-    const int64_t token = static_cast<int64_t>(tile) * kTileTokens + local;
-    if (local >= kTileTokens || token >= mix.num_tokens) return;
-    float* target = mix.partial + (static_cast<int64_t>(blockIdx.y) * mix.num_tokens + token) * T::kPartial;
-    if (is_pair) {
-        const int pair = thread % kPairs;
-        const float* source = buffer + local * T::kRows + 2 * pair;
+#pragma unroll
+    for (int item = lane.thread; item < kItems; item += kCopyThreads) {
+        const int local = item / kPairs, pair = item % kPairs;
+        const float* source = buffer + local * T::kSumPitch + 2 * pair;
         float2 sum = *reinterpret_cast<const float2*>(source);
 #pragma unroll
         for (int warp = 1; warp < kMixWarps; ++warp) {
-            const float2 more = *reinterpret_cast<const float2*>(source + warp * kTileTokens * T::kRows);
+            const float2 more = *reinterpret_cast<const float2*>(source + warp * T::kWarpFloats);
             sum.x += more.x;
             sum.y += more.y;
         }
-        *reinterpret_cast<float2*>(target + 2 * pair) = sum;
-    } else {
-        const float* source = buffer + T::kSumFloats + local;
+        if (local < num_tokens) *reinterpret_cast<float2*>(partial + local * T::kPartial + 2 * pair) = sum;
+    }
+    if (lane.thread < num_tokens) {
+        const float* source = buffer + lane.thread * T::kSumPitch + T::kRows;
         float sum = *source;
 #pragma unroll
-        for (int warp = 1; warp < kMixWarps; ++warp) sum += source[warp * kTileTokens];
-        target[T::kRows] = sum;
+        for (int warp = 1; warp < kMixWarps; ++warp) sum += source[warp * T::kWarpFloats];
+        partial[lane.thread * T::kPartial + T::kRows] = sum;
     }
 }
 
@@ -286,32 +314,40 @@ __global__ void __launch_bounds__(kMixThreads, 1) hc_pass_kernel(HcExpandMixPara
     float* const buffers = reinterpret_cast<float*>(stages + T::kStages * T::kStageBytes);
     const int first_tile = static_cast<int>(blockIdx.x) * block_tiles;
     const int count = min_of(static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, kTileTokens)) - first_tile, block_tiles);
-#pragma unroll
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    if (warp < kMixWarps) {
+        Fragments<kStreams> fn;
+        const int t = static_cast<int>(threadIdx.x) % 4;
+        load_fragments<kStreams>(p.mix, static_cast<int>(blockIdx.y) * kSlice + warp * kWarpColumns + t * 4, fn);
+        int stage = 0;
+        for (int i = 0; i < count; ++i) {
+            __syncthreads();
+            compute_tile<kStreams, kExpand>(stages + stage * T::kStageBytes, fn, buffers + i % 2 * T::kBufferFloats);
+            stage = stage + 1 == T::kStages ? 0 : stage + 1;
+        }
+        __syncthreads();
+        return;
+    }
+    const CopyLane lane;
     for (int i = 0; i < T::kAhead; ++i) {
-        if (i < count) fetch_tile<kStreams, kExpand>(p, first_tile + i, stages + i * T::kStageBytes);
+        if (i < count) fetch_tile<kStreams, kExpand>(p, lane, first_tile + i, stages + i * T::kStageBytes);
         ptx::cp_async_commit();
     }
-    Fragments<kStreams> fn;
-    const int warp = static_cast<int>(threadIdx.x) / 32, t = static_cast<int>(threadIdx.x) % 4;
-    load_fragments<kStreams>(p.mix, static_cast<int>(blockIdx.y) * kSlice + warp * kWarpColumns + t * 4, fn);
-
-    int current = 0, previous = 0, free = T::kAhead;  // stages
+    int finished = 0, free = T::kAhead;  // stages
     for (int i = 0; i < count; ++i) {
         ptx::cp_async_wait<T::kAhead - 1>();
         __syncthreads();
         if (i + T::kAhead < count)
-            fetch_tile<kStreams, kExpand>(p, first_tile + i + T::kAhead, stages + free * T::kStageBytes);
+            fetch_tile<kStreams, kExpand>(p, lane, first_tile + i + T::kAhead, stages + free * T::kStageBytes);
         ptx::cp_async_commit();
-        if (i > 0)
-            finish_tile<kStreams, kExpand>(p, first_tile + i - 1, stages + previous * T::kStageBytes,
-                                           buffers + (i - 1) % 2 * T::kBufferFloats);
-        compute_tile<kStreams, kExpand>(stages + current * T::kStageBytes, fn, buffers + i % 2 * T::kBufferFloats);
-        previous = current;
-        current = current + 1 == T::kStages ? 0 : current + 1;
         free = free + 1 == T::kStages ? 0 : free + 1;
+        if (i == 0) continue;
+        finish_tile<kStreams, kExpand>(p, lane, first_tile + i - 1, stages + finished * T::kStageBytes,
+                                       buffers + (i - 1) % 2 * T::kBufferFloats);
+        finished = finished + 1 == T::kStages ? 0 : finished + 1;
     }
     __syncthreads();
-    finish_tile<kStreams, kExpand>(p, first_tile + count - 1, stages + previous * T::kStageBytes,
+    finish_tile<kStreams, kExpand>(p, lane, first_tile + count - 1, stages + finished * T::kStageBytes,
                                    buffers + (count - 1) % 2 * T::kBufferFloats);
 }
 
