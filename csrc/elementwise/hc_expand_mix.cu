@@ -8,10 +8,10 @@
 //
 // The pass is hc_mix's (hc_mix.cu: fn in registers, tiles of 16 tokens x 160 columns through a cp.async pipeline), with y and
 // the tokens' coefficients in the tile: a lane expands four columns of two tokens in place, R' over the streams and x over y,
-// and multiplies what it holds. One tile later the block writes the tile out in 16-byte vectors, 320 contiguous bytes a row.
+// and multiplies what it holds. One tile later the copying warps write it out in 16-byte vectors, 320 contiguous bytes a row.
 // Every part does the arithmetic of its own op in the same order: R', x and the coefficients have the bits of hc_expand,
 // hc_collapse and hc_mix. out may be streams: a block reads its columns of a token before it writes them, and nobody else
-// touches them. Shared memory at n = 4: 222 KiB, of which 125 KiB in flight. Limits: those of hc_mix. T-independent and
+// touches them. Shared memory at n = 4: 223 KiB, 125 KiB of tiles in flight. Limits: those of hc_mix. T-independent and
 // deterministic as hc_mix.
 #include "elementwise/hc_mix.cuh"
 #include "elementwise/row_pass.cuh"

@@ -207,13 +207,25 @@ MDI_DEVICE void expand_columns(bf16* token, const float* coefficients, uint2 (&r
     *reinterpret_cast<uint2*>(token + kStreams * kSlice) = pack(x);
 }
 
+// threadIdx.x, read anew: what a loop derives from it then needs no register from one round to the next
+MDI_DEVICE unsigned thread_again() {
+#if defined(__CUDA_ARCH__)
+    unsigned thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+#else
+    return threadIdx.x;
+#endif
+}
+
 // A warp's columns of a tile: expand, multiply, and leave its sums in `buffer`.
 template <int kStreams, bool kExpand>
 MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* buffer) {
     using T = PassTraits<kStreams, kExpand>;
-    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+    const unsigned thread = thread_again();
+    const unsigned warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
     uint2 row[2][kStreams];  // tokens g and g + 8
-    float square[2];
+    float* sums = buffer + warp * T::kWarpFloats + g * T::kSumPitch + 2 * t;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         bf16* token = reinterpret_cast<bf16*>(stage) + (g + 8 * r) * T::kTokenPitch + warp * kWarpColumns + t * 4;
@@ -224,14 +236,16 @@ MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* 
 #pragma unroll
             for (int s = 0; s < kStreams; ++s) row[r][s] = *reinterpret_cast<const uint2*>(token + s * kSlice);
         }
-        square[r] = 0.0f;
+        float square = 0.0f;
 #pragma unroll
         for (int s = 0; s < kStreams; ++s) {
             float value[4];
             unpack(row[r][s], value);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) square[r] = fmaf(value[e], value[e], square[r]);
+            for (int e = 0; e < 4; ++e) square = fmaf(value[e], value[e], square);
         }
+        square = warp_sum<4>(square);
+        if (t == 0) sums[8 * r * T::kSumPitch + T::kRows] = square;
     }
     float sum[kNumPlanes][T::kColTiles][4] = {};  // independent chains: an mma waits for the one kNumPlanes * kColTiles before
 #pragma unroll
@@ -245,14 +259,11 @@ MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* 
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        float* target = buffer + warp * T::kWarpFloats + (g + 8 * r) * T::kSumPitch + 2 * t;
-        square[r] = warp_sum<4>(square[r]);
 #pragma unroll
         for (int c = 0; c < T::kColTiles; ++c)
-            *reinterpret_cast<float2*>(target + c * 8) =
+            *reinterpret_cast<float2*>(sums + 8 * r * T::kSumPitch + c * 8) =
                 make_float2(sum[0][c][2 * r] + (sum[1][c][2 * r] + sum[2][c][2 * r]),
                             sum[0][c][2 * r + 1] + (sum[1][c][2 * r + 1] + sum[2][c][2 * r + 1]));
-        if (t == 0) target[T::kRows] = square[r];
     }
 }
 
