@@ -23,16 +23,19 @@ constexpr int kFinishChunks = 2;  // as in launch_row up to kMaxCollapseWidth co
 constexpr int kFinishMaxThreads = kMaxCollapseWidth / kVector / kFinishChunks;
 
 // Every stride-th block makes coefficients, a warp a token, so that they run beside the rows from the first to the last wave;
-// the other blocks norm and quantise rows.
+// the other blocks norm and quantise rows, each group's last ones first: those are still in L2. A group is what one block of
+// the pass took; the last one may end early.
 template <int kStreams>
 __global__ void __launch_bounds__(kFinishMaxThreads)
-hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient_blocks, int stride) {
+hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient_blocks, int stride, int num_groups,
+                 int group_blocks) {
     __shared__ float sum_scratch[kMaxRowWarps];
     __shared__ uint32_t max_scratch[kMaxRowWarps];
     const int block = static_cast<int>(blockIdx.x);
     if (block % stride != 0 || block / stride >= coefficient_blocks) {
         const int before = min_of(coefficient_blocks, ceil_div(block, stride));  // coefficient blocks before this one
-        return row_pass<kFinishChunks, false>(row, block - before, sum_scratch, max_scratch);
+        const int index = block - before, row_block = (index % num_groups + 1) * group_blocks - 1 - index / num_groups;
+        return row_pass<kFinishChunks, false>(row, row_block, sum_scratch, max_scratch);
     }
     const int warps = static_cast<int>(blockDim.x * blockDim.y) / 32;
     const int64_t token = static_cast<int64_t>(block / stride) * warps + (threadIdx.y * blockDim.x + threadIdx.x) / 32;
@@ -46,12 +49,14 @@ void launch_streams(const HcExpandMixParams& p, const RowParams* row) {
     if (p.mix.num_tokens == 0) return;
     if (row == nullptr) return launch_hc_coefficients(p.mix);
     const int threads = row_threads<kFinishChunks>(row->width), rows = rows_per_block(threads);
+    const int group_tokens = pass_block_tiles(p.mix.num_tokens, p.mix.width) * kTileTokens, group_blocks = group_tokens / rows;
+    const auto num_groups = static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, group_tokens));
     const auto coefficient_blocks = static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, threads * rows / 32));
-    const auto num_blocks = static_cast<int>(coefficient_blocks + ceil_div<int64_t>(p.mix.num_tokens, rows));
+    const int num_blocks = coefficient_blocks + num_groups * group_blocks;
     launch("elementwise.hc_expand_mix finish", hc_finish_kernel<kStreams>,
            {dim3(static_cast<unsigned>(num_blocks)), dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows)), 0,
             p.mix.stream},
-           p.mix, *row, num_slices, coefficient_blocks, num_blocks / coefficient_blocks);
+           p.mix, *row, num_slices, coefficient_blocks, num_blocks / coefficient_blocks, num_groups, group_blocks);
 }
 
 }  // namespace

@@ -114,6 +114,7 @@ MDI_DEVICE void copy_coefficients(float* target, const float* source) {
 struct CopyLane {
     int thread;  // of the copy threads
     int local, vector, column;
+    uint64_t policy;  // of what the pass reads once
 
     MDI_DEVICE CopyLane() {
         thread = static_cast<int>(threadIdx.x) - kMixWarps * 32;
@@ -121,6 +122,7 @@ struct CopyLane {
         vector = thread % kSliceVectors * kVector;
         column = static_cast<int>(blockIdx.y) * kSlice + vector;
         if (local >= kCopyTokens) local = kTileTokens;  // idle
+        policy = evict_first_policy();
     }
 };
 
@@ -144,9 +146,10 @@ MDI_DEVICE void fetch_tile(const HcExpandMixParams& p, const CopyLane& lane, int
             const uint32_t to = target + k * kCopyTokens * T::kTokenPitch * 2;
 #pragma unroll
             for (int s = 0; s < kStreams; ++s)
-                ptx::cp_async_16_zfill(to + s * kSlice * 2, source + (k * kCopyTokens * kStreams + s) * static_cast<int64_t>(mix.width),
-                                       bytes);
-            if constexpr (kExpand) ptx::cp_async_16_zfill(to + kStreams * kSlice * 2, y + k * kCopyTokens * p.y_stride, bytes);
+                cp_async_16_zfill(to + s * kSlice * 2, source + (k * kCopyTokens * kStreams + s) * static_cast<int64_t>(mix.width),
+                                  bytes, lane.policy);
+            if constexpr (kExpand)
+                cp_async_16_zfill(to + kStreams * kSlice * 2, y + k * kCopyTokens * p.y_stride, bytes, lane.policy);
         }
     }
     if constexpr (kExpand) {
@@ -364,13 +367,17 @@ __global__ void __launch_bounds__(kMixThreads, 1) hc_pass_kernel(HcExpandMixPara
 
 // About one block a multiprocessor: blocks take as many tiles as that needs. Tiles are independent, so this choice does not
 // touch the results.
+inline int pass_block_tiles(int64_t num_tokens, int width) {
+    constexpr int kTargetBlocks = 128;
+    const int64_t num_tiles = ceil_div<int64_t>(num_tokens, kTileTokens);
+    return static_cast<int>(max_of<int64_t>(ceil_div<int64_t>(num_tiles * ceil_div(width, kSlice), kTargetBlocks), 1));
+}
+
 template <int kStreams, bool kExpand>
 void launch_hc_pass(const char* name, const HcExpandMixParams& p) {
-    constexpr int kTargetBlocks = 128;
     const int num_slices = ceil_div(p.mix.width, kSlice);
-    const int64_t num_tiles = ceil_div<int64_t>(p.mix.num_tokens, kTileTokens);
-    const auto block_tiles = static_cast<int>(max_of<int64_t>(ceil_div<int64_t>(num_tiles * num_slices, kTargetBlocks), 1));
-    const auto blocks = static_cast<unsigned>(ceil_div<int64_t>(num_tiles, block_tiles));
+    const int block_tiles = pass_block_tiles(p.mix.num_tokens, p.mix.width);
+    const auto blocks = static_cast<unsigned>(ceil_div<int64_t>(ceil_div<int64_t>(p.mix.num_tokens, kTileTokens), block_tiles));
     launch(name, hc_pass_kernel<kStreams, kExpand>,
            {dim3(blocks, static_cast<unsigned>(num_slices)), dim3(kMixThreads), PassTraits<kStreams, kExpand>::kSmemBytes,
             p.mix.stream},
