@@ -10,16 +10,16 @@
 
 namespace mdi::elementwise {
 
-constexpr int kMixWarps = 10;                           // that multiply
-constexpr int kCopyThreads = 64;                        // that move tiles between memory and shared memory
-constexpr int kMixThreads = kMixWarps * 32 + kCopyThreads;
+constexpr int kMixWarps = 10;                           // that move tiles and multiply
+constexpr int kCopyThreads = kMixWarps * 32;
+constexpr int kSumThreads = 64;                         // that fetch coefficients and add up the warps' sums
+constexpr int kMixThreads = kCopyThreads + kSumThreads;
 constexpr int kWarpColumns = 16;                        // columns of a warp in every stream: one mma of K = 16 a stream
 constexpr int kSlice = kMixWarps * kWarpColumns;        // columns of a block
 constexpr int kTileTokens = 16;                         // M of the mma
 constexpr int kNumPlanes = 3;                           // hi, mid, lo
 constexpr int kSliceVectors = kSlice / kVector;
-constexpr int kCopyTokens = kCopyThreads / kSliceVectors;  // copied side by side; a few threads idle
-constexpr int kCopySteps = ceil_div(kTileTokens, kCopyTokens);
+static_assert(kSliceVectors * kTileTokens == kCopyThreads, "a thread copies the same vector of every row of its token");
 
 template <int kStreams>
 struct MixTraits {
@@ -110,59 +110,79 @@ MDI_DEVICE void copy_coefficients(float* target, const float* source) {
     }
 }
 
-// What a copy thread moves: vector `vector` of the rows of tokens local, local + kCopyTokens, ...
-struct CopyLane {
-    int thread;  // of the copy threads
-    int local, vector, column;
-    uint64_t policy;  // of what the pass reads once
+// threadIdx.x, read anew: what a loop derives from it then needs no register from one round to the next
+MDI_DEVICE int thread_again() {
+#if defined(__CUDA_ARCH__)
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+#else
+    return static_cast<int>(threadIdx.x);
+#endif
+}
 
-    MDI_DEVICE CopyLane() {
-        thread = static_cast<int>(threadIdx.x) - kMixWarps * 32;
+// The vector that a copying thread moves: of every row of one token, so that neighbouring threads move a row's whole slice.
+struct CopyVector {
+    int local, vector, column;  // token of the tile, column of the slice, column
+    int64_t token;
+
+    MDI_DEVICE explicit CopyVector(int tile) {
+        const int thread = thread_again();
         local = thread / kSliceVectors;
-        vector = thread % kSliceVectors * kVector;
+        vector = (thread - local * kSliceVectors) * kVector;
         column = static_cast<int>(blockIdx.y) * kSlice + vector;
-        if (local >= kCopyTokens) local = kTileTokens;  // idle
-        policy = evict_first_policy();
+        token = static_cast<int64_t>(tile) * kTileTokens + local;
     }
 };
 
 // Starts the copy of a tile into `stage`. Columns past N become zero; tokens past T are left as they are: no other token's
 // result depends on them.
 template <int kStreams, bool kExpand>
-MDI_DEVICE void fetch_tile(const HcExpandMixParams& p, const CopyLane& lane, int tile, char* stage) {
+MDI_DEVICE void fetch_tile(const HcExpandMixParams& p, int tile, char* stage) {
     using T = PassTraits<kStreams, kExpand>;
-    const HcMixParams& mix = p.mix;
-    const int64_t first = static_cast<int64_t>(tile) * kTileTokens;
-    const int num_tokens = static_cast<int>(min_of<int64_t>(mix.num_tokens - first, kTileTokens));
-    const bool live = lane.column < mix.width;
+    const CopyVector at(tile);
+    if (at.token >= p.mix.num_tokens) return;
+    const uint64_t policy = evict_first_policy();
+    const bool live = at.column < p.mix.width;
     const uint32_t bytes = live ? 16 : 0;
-    const int column = live ? lane.column : 0;
-    const uint32_t target = ptx::smem_address(stage) + (lane.local * T::kTokenPitch + lane.vector) * 2;
-    const bf16* source = mix.streams + (first + lane.local) * kStreams * mix.width + column;
-    const bf16* y = kExpand ? p.y + (first + lane.local) * p.y_stride + column : nullptr;
+    const int column = live ? at.column : 0;
+    const uint32_t target = ptx::smem_address(stage) + (at.local * T::kTokenPitch + at.vector) * 2;
+    const bf16* source = p.mix.streams + at.token * (kStreams * p.mix.width) + column;
 #pragma unroll
-    for (int k = 0; k < kCopySteps; ++k) {
-        if (lane.local + k * kCopyTokens < num_tokens) {
-            const uint32_t to = target + k * kCopyTokens * T::kTokenPitch * 2;
+    for (int s = 0; s < kStreams; ++s)
+        cp_async_16_zfill(target + s * kSlice * 2, source + static_cast<int64_t>(s) * p.mix.width, bytes, policy);
+    if constexpr (kExpand) cp_async_16_zfill(target + kStreams * kSlice * 2, p.y + at.token * p.y_stride + column, bytes, policy);
+}
+
+// A finished tile's R' and x to memory.
+template <int kStreams>
+MDI_DEVICE void store_tile(const HcExpandMixParams& p, int tile, const char* stage) {
+    using T = PassTraits<kStreams, true>;
+    const CopyVector at(tile);
+    if (at.token >= p.mix.num_tokens || at.column >= p.mix.width) return;
+    const bf16* source = reinterpret_cast<const bf16*>(stage) + at.local * T::kTokenPitch + at.vector;
+    bf16* out = p.out + at.token * (kStreams * p.mix.width) + at.column;
 #pragma unroll
-            for (int s = 0; s < kStreams; ++s)
-                cp_async_16_zfill(to + s * kSlice * 2, source + (k * kCopyTokens * kStreams + s) * static_cast<int64_t>(mix.width),
-                                  bytes, lane.policy);
-            if constexpr (kExpand)
-                cp_async_16_zfill(to + kStreams * kSlice * 2, y + k * kCopyTokens * p.y_stride, bytes, lane.policy);
-        }
-    }
-    if constexpr (kExpand) {
-        constexpr int kParts = kStreams + 2;  // post, the rows of comb, pre
-        float* coefficients = reinterpret_cast<float*>(stage + T::kTileBytes);
-        for (int item = lane.thread; item < num_tokens * kParts; item += kCopyThreads) {
-            const int part = item % kParts, local = item / kParts;
-            const int64_t token = first + local;
-            const float* from = part == 0 ? p.post + token * kStreams
-                                : part <= kStreams ? p.comb + (token * kStreams + part - 1) * kStreams
-                                                   : p.pre + token * kStreams;
-            copy_coefficients<kStreams>(coefficients + local * T::kCoefficientPitch + part * kStreams, from);
-        }
+    for (int s = 0; s < kStreams; ++s)
+        store_evict_first(out + static_cast<int64_t>(s) * p.mix.width, *reinterpret_cast<const uint4*>(source + s * kSlice));
+    *reinterpret_cast<uint4*>(p.x + at.token * p.mix.width + at.column) = *reinterpret_cast<const uint4*>(source + kStreams * kSlice);
+}
+
+// Starts the copy of the tokens' coefficients into `stage`: a summing thread copies post, a row of comb, or pre of a token.
+template <int kStreams>
+MDI_DEVICE void fetch_coefficients(const HcExpandMixParams& p, int thread, int tile, char* stage) {
+    using T = PassTraits<kStreams, true>;
+    constexpr int kParts = kStreams + 2, kItems = kTileTokens * kParts;
+    float* coefficients = reinterpret_cast<float*>(stage + T::kTileBytes);
+#pragma unroll
+    for (int k = 0; k < ceil_div(kItems, kSumThreads); ++k) {
+        const int item = thread + k * kSumThreads, local = item / kParts, part = item % kParts;
+        const int64_t token = static_cast<int64_t>(tile) * kTileTokens + local;
+        if (item >= kItems || token >= p.mix.num_tokens) continue;
+        const bool is_comb = part > 0 && part <= kStreams;
+        const float* first = is_comb ? p.comb + (part - 1) * kStreams : part == 0 ? p.post : p.pre;
+        copy_coefficients<kStreams>(coefficients + local * T::kCoefficientPitch + part * kStreams,
+                                    first + token * (is_comb ? kStreams * kStreams : kStreams));
     }
 }
 
@@ -210,23 +230,11 @@ MDI_DEVICE void expand_columns(bf16* token, const float* coefficients, uint2 (&r
     *reinterpret_cast<uint2*>(token + kStreams * kSlice) = pack(x);
 }
 
-// threadIdx.x, read anew: what a loop derives from it then needs no register from one round to the next
-MDI_DEVICE unsigned thread_again() {
-#if defined(__CUDA_ARCH__)
-    unsigned thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-#else
-    return threadIdx.x;
-#endif
-}
-
 // A warp's columns of a tile: expand, multiply, and leave its sums in `buffer`.
 template <int kStreams, bool kExpand>
 MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* buffer) {
     using T = PassTraits<kStreams, kExpand>;
-    const unsigned thread = thread_again();
-    const unsigned warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+    const int thread = thread_again(), warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
     uint2 row[2][kStreams];  // tokens g and g + 8
     float* sums = buffer + warp * T::kWarpFloats + g * T::kSumPitch + 2 * t;
 #pragma unroll
@@ -270,53 +278,42 @@ MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* 
     }
 }
 
-// A finished tile: R' and x to memory, the warps' sums in order to the partial sums.
+// A finished tile's sums over the warps, in order, to the partial sums.
 template <int kStreams, bool kExpand>
-MDI_DEVICE void finish_tile(const HcExpandMixParams& p, const CopyLane& lane, int tile, const char* stage, const float* buffer) {
+MDI_DEVICE void add_warps(const HcMixParams& p, int thread, int tile, const float* buffer) {
     using T = PassTraits<kStreams, kExpand>;
-    const HcMixParams& mix = p.mix;
+    constexpr int kPairs = T::kRows / 2, kSteps = kTileTokens * kPairs / kSumThreads;
+    static_assert(kSteps * kSumThreads == kTileTokens * kPairs, "no summing thread idles");
     const int64_t first = static_cast<int64_t>(tile) * kTileTokens;
-    const int num_tokens = static_cast<int>(min_of<int64_t>(mix.num_tokens - first, kTileTokens));
-    if constexpr (kExpand) {
-        const bf16* source = reinterpret_cast<const bf16*>(stage) + lane.local * T::kTokenPitch + lane.vector;
-        bf16* out = p.out + (first + lane.local) * kStreams * mix.width + lane.column;
-        bf16* x = p.x + (first + lane.local) * mix.width + lane.column;
-        const int last = lane.column < mix.width ? num_tokens : 0;
+    float* partial = p.partial + (static_cast<int64_t>(blockIdx.y) * p.num_tokens + first) * T::kPartial;
+    float2 sum[kSteps][kMixWarps];
+    float square[kMixWarps];
 #pragma unroll
-        for (int k = 0; k < kCopySteps; ++k) {
-            if (lane.local + k * kCopyTokens < last) {
-                const bf16* from = source + k * kCopyTokens * T::kTokenPitch;
+    for (int k = 0; k < kSteps; ++k) {
+        const int item = thread + k * kSumThreads;
+        const float* source = buffer + item / kPairs * T::kSumPitch + item % kPairs * 2;
 #pragma unroll
-                for (int s = 0; s < kStreams; ++s)
-                    store_evict_first(out + (k * kCopyTokens * kStreams + s) * static_cast<int64_t>(mix.width),
-                                      *reinterpret_cast<const uint4*>(from + s * kSlice));
-                *reinterpret_cast<uint4*>(x + k * kCopyTokens * static_cast<int64_t>(mix.width)) =
-                    *reinterpret_cast<const uint4*>(from + kStreams * kSlice);
-            }
+        for (int warp = 0; warp < kMixWarps; ++warp) sum[k][warp] = *reinterpret_cast<const float2*>(source + warp * T::kWarpFloats);
+    }
+#pragma unroll
+    for (int warp = 0; warp < kMixWarps; ++warp)
+        square[warp] = buffer[warp * T::kWarpFloats + thread % kTileTokens * T::kSumPitch + T::kRows];
+#pragma unroll
+    for (int warp = 1; warp < kMixWarps; ++warp) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+            sum[k][0].x += sum[k][warp].x;
+            sum[k][0].y += sum[k][warp].y;
         }
+        square[0] += square[warp];
     }
-    float* partial = mix.partial + (static_cast<int64_t>(blockIdx.y) * mix.num_tokens + first) * T::kPartial;
-    constexpr int kPairs = T::kRows / 2, kItems = kTileTokens * kPairs;
+    const int num_tokens = static_cast<int>(min_of<int64_t>(p.num_tokens - first, kTileTokens));
 #pragma unroll
-    for (int item = lane.thread; item < kItems; item += kCopyThreads) {
-        const int local = item / kPairs, pair = item % kPairs;
-        const float* source = buffer + local * T::kSumPitch + 2 * pair;
-        float2 sum = *reinterpret_cast<const float2*>(source);
-#pragma unroll
-        for (int warp = 1; warp < kMixWarps; ++warp) {
-            const float2 more = *reinterpret_cast<const float2*>(source + warp * T::kWarpFloats);
-            sum.x += more.x;
-            sum.y += more.y;
-        }
-        if (local < num_tokens) *reinterpret_cast<float2*>(partial + local * T::kPartial + 2 * pair) = sum;
+    for (int k = 0; k < kSteps; ++k) {
+        const int item = thread + k * kSumThreads, local = item / kPairs;
+        if (local < num_tokens) *reinterpret_cast<float2*>(partial + local * T::kPartial + item % kPairs * 2) = sum[k][0];
     }
-    if (lane.thread < num_tokens) {
-        const float* source = buffer + lane.thread * T::kSumPitch + T::kRows;
-        float sum = *source;
-#pragma unroll
-        for (int warp = 1; warp < kMixWarps; ++warp) sum += source[warp * T::kWarpFloats];
-        partial[lane.thread * T::kPartial + T::kRows] = sum;
-    }
+    if (thread < num_tokens) partial[thread * T::kPartial + T::kRows] = square[0];
 }
 
 // Block (x, y): tiles x * block_tiles ... of column slice y. One barrier a tile: it publishes tile i's data and the results of
@@ -328,41 +325,53 @@ __global__ void __launch_bounds__(kMixThreads, 1) hc_pass_kernel(HcExpandMixPara
     float* const buffers = reinterpret_cast<float*>(stages + T::kStages * T::kStageBytes);
     const int first_tile = static_cast<int>(blockIdx.x) * block_tiles;
     const int count = min_of(static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, kTileTokens)) - first_tile, block_tiles);
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    if (warp < kMixWarps) {
+    if (threadIdx.x < kCopyThreads) {
+        for (int i = 0; i < T::kAhead; ++i) {
+            if (i < count) fetch_tile<kStreams, kExpand>(p, first_tile + i, stages + i * T::kStageBytes);
+            ptx::cp_async_commit();
+        }
         Fragments<kStreams> fn;
-        const int t = static_cast<int>(threadIdx.x) % 4;
+        const int warp = static_cast<int>(threadIdx.x) / 32, t = static_cast<int>(threadIdx.x) % 4;
         load_fragments<kStreams>(p.mix, static_cast<int>(blockIdx.y) * kSlice + warp * kWarpColumns + t * 4, fn);
-        int stage = 0;
+        int current = 0;  // stage
         for (int i = 0; i < count; ++i) {
+            ptx::cp_async_wait<T::kAhead - 1>();
             __syncthreads();
-            compute_tile<kStreams, kExpand>(stages + stage * T::kStageBytes, fn, buffers + i % 2 * T::kBufferFloats);
-            stage = stage + 1 == T::kStages ? 0 : stage + 1;
+            const int free = current < 2 ? current + T::kAhead : current - 2, previous = current == 0 ? T::kStages - 1 : current - 1;
+            if (i + T::kAhead < count)
+                fetch_tile<kStreams, kExpand>(p, first_tile + i + T::kAhead, stages + free * T::kStageBytes);
+            ptx::cp_async_commit();
+            if constexpr (kExpand)
+                if (i > 0) store_tile<kStreams>(p, first_tile + i - 1, stages + previous * T::kStageBytes);
+            compute_tile<kStreams, kExpand>(stages + current * T::kStageBytes, fn, buffers + i % 2 * T::kBufferFloats);
+            current = current + 1 == T::kStages ? 0 : current + 1;
         }
         __syncthreads();
+        if constexpr (kExpand)
+            store_tile<kStreams>(p, first_tile + count - 1, stages + (current == 0 ? T::kStages - 1 : current - 1) * T::kStageBytes);
         return;
     }
-    const CopyLane lane;
-    for (int i = 0; i < T::kAhead; ++i) {
-        if (i < count) fetch_tile<kStreams, kExpand>(p, lane, first_tile + i, stages + i * T::kStageBytes);
-        ptx::cp_async_commit();
+    const int thread = static_cast<int>(threadIdx.x) - kCopyThreads;
+    int free = T::kAhead;  // stage
+    if constexpr (kExpand) {
+        for (int i = 0; i < T::kAhead; ++i) {
+            if (i < count) fetch_coefficients<kStreams>(p, thread, first_tile + i, stages + i * T::kStageBytes);
+            ptx::cp_async_commit();
+        }
     }
-    int finished = 0, free = T::kAhead;  // stages
     for (int i = 0; i < count; ++i) {
-        ptx::cp_async_wait<T::kAhead - 1>();
+        if constexpr (kExpand) ptx::cp_async_wait<T::kAhead - 1>();
         __syncthreads();
-        if (i + T::kAhead < count)
-            fetch_tile<kStreams, kExpand>(p, lane, first_tile + i + T::kAhead, stages + free * T::kStageBytes);
-        ptx::cp_async_commit();
-        free = free + 1 == T::kStages ? 0 : free + 1;
-        if (i == 0) continue;
-        finish_tile<kStreams, kExpand>(p, lane, first_tile + i - 1, stages + finished * T::kStageBytes,
-                                       buffers + (i - 1) % 2 * T::kBufferFloats);
-        finished = finished + 1 == T::kStages ? 0 : finished + 1;
+        if constexpr (kExpand) {
+            if (i + T::kAhead < count)
+                fetch_coefficients<kStreams>(p, thread, first_tile + i + T::kAhead, stages + free * T::kStageBytes);
+            ptx::cp_async_commit();
+            free = free + 1 == T::kStages ? 0 : free + 1;
+        }
+        if (i > 0) add_warps<kStreams, kExpand>(p.mix, thread, first_tile + i - 1, buffers + (i - 1) % 2 * T::kBufferFloats);
     }
     __syncthreads();
-    finish_tile<kStreams, kExpand>(p, lane, first_tile + count - 1, stages + finished * T::kStageBytes,
-                                   buffers + (count - 1) % 2 * T::kBufferFloats);
+    add_warps<kStreams, kExpand>(p.mix, thread, first_tile + count - 1, buffers + (count - 1) % 2 * T::kBufferFloats);
 }
 
 // About one block a multiprocessor: blocks take as many tiles as that needs. Tiles are independent, so this choice does not
