@@ -26,7 +26,7 @@ constexpr int kFinishMaxThreads = kMaxCollapseWidth / kVector / kFinishChunks;
 // the other blocks norm and quantise rows, each group's last ones first: those are still in L2. A group is what one block of
 // the pass took; the last one may end early.
 template <int kStreams>
-__global__ void __launch_bounds__(kFinishMaxThreads)
+__global__ void __launch_bounds__(kFinishMaxThreads, 3)
 hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient_blocks, int stride, int num_groups,
                  int group_blocks) {
     __shared__ float sum_scratch[kMaxRowWarps];
@@ -38,7 +38,7 @@ hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient
         return row_pass<kFinishChunks, false>(row, row_block, sum_scratch, max_scratch);
     }
     const int warps = static_cast<int>(blockDim.x * blockDim.y) / 32;
-    const int64_t token = static_cast<int64_t>(block / stride) * warps + (threadIdx.y * blockDim.x + threadIdx.x) / 32;
+    const int token = block / stride * warps + static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x) / 32;
     if (token < mix.num_tokens) make_coefficients<kStreams>(mix, num_slices, token);  // whole warps
 }
 

@@ -27,7 +27,7 @@ constexpr int kFinishThreads = 128;
 
 template <int kStreams>
 __global__ void __launch_bounds__(kFinishThreads) hc_coefficients_kernel(HcMixParams p, int num_slices) {
-    const int64_t token = static_cast<int64_t>(blockIdx.x) * (kFinishThreads / 32) + threadIdx.x / 32;
+    const int token = static_cast<int>(blockIdx.x * (kFinishThreads / 32) + threadIdx.x / 32);
     if (token < p.num_tokens) make_coefficients<kStreams>(p, num_slices, token);  // whole warps
 }
 

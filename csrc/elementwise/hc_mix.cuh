@@ -435,11 +435,11 @@ MDI_DEVICE float sinkhorn(float logit, int iters, float eps) {
 
 // A warp makes one token's coefficients from the partial sums, slices in order; lane 2n + j*n + i holds comb[j, i].
 template <int kStreams>
-MDI_DEVICE void make_coefficients(const HcMixParams& p, int num_slices, int64_t token) {
+MDI_DEVICE void make_coefficients(const HcMixParams& p, int num_slices, int token) {
     using T = MixTraits<kStreams>;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     // lanes past the square sum repeat it
-    const float* partial = p.partial + token * T::kPartial + min_of(lane, T::kRows);
+    const float* partial = p.partial + static_cast<int64_t>(token) * T::kPartial + min_of(lane, T::kRows);
     float sum = 0.0f;
 #pragma unroll 8
     for (int slice = 0; slice < num_slices; ++slice) sum += partial[static_cast<int64_t>(slice) * p.num_tokens * T::kPartial];
@@ -450,11 +450,11 @@ MDI_DEVICE void make_coefficients(const HcMixParams& p, int num_slices, int64_t 
     const float logit = fmaf(rounded_product(sum, rstd), p.scale[group], p.base[mix]);
     const float comb = sinkhorn<kStreams>(logit, p.sinkhorn_iters, p.hc_eps);
     if (lane < kStreams)
-        p.pre[token * kStreams + lane] = sigmoid(logit) + p.hc_eps;
+        p.pre[static_cast<int64_t>(token) * kStreams + lane] = sigmoid(logit) + p.hc_eps;
     else if (lane < 2 * kStreams)
-        p.post[token * kStreams + lane - kStreams] = 2.0f * sigmoid(logit);
+        p.post[static_cast<int64_t>(token) * kStreams + lane - kStreams] = 2.0f * sigmoid(logit);
     else if (lane < T::kNumMixes)
-        p.comb[token * kStreams * kStreams + lane - 2 * kStreams] = comb;
+        p.comb[static_cast<int64_t>(token) * kStreams * kStreams + lane - 2 * kStreams] = comb;
 }
 
 // Adds the slices' partial sums and makes the coefficients (kernel 2 of hc_mix.cu).
