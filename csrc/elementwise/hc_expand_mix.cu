@@ -21,12 +21,17 @@ namespace {
 
 constexpr int kFinishChunks = 2;  // as in launch_row up to kMaxCollapseWidth columns
 constexpr int kFinishMaxThreads = kMaxCollapseWidth / kVector / kFinishChunks;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kFinishBlocks = 2;  // of a multiprocessor; at three this architecture's code spills
+#else
+constexpr int kFinishBlocks = 3;
+#endif
 
 // Every stride-th block makes coefficients, a warp a token, so that they run beside the rows from the first to the last wave;
 // the other blocks norm and quantise rows, each group's last ones first: those are still in L2. A group is what one block of
 // the pass took; the last one may end early.
 template <int kStreams>
-__global__ void __launch_bounds__(kFinishMaxThreads, 3)
+__global__ void __launch_bounds__(kFinishMaxThreads, kFinishBlocks)
 hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient_blocks, int stride, int num_groups,
                  int group_blocks) {
     __shared__ float sum_scratch[kMaxRowWarps];

@@ -333,14 +333,12 @@ __global__ void __launch_bounds__(kMixThreads, 1) hc_pass_kernel(HcExpandMixPara
         Fragments<kStreams> fn;
         const int warp = static_cast<int>(threadIdx.x) / 32, t = static_cast<int>(threadIdx.x) % 4;
         load_fragments<kStreams>(p.mix, static_cast<int>(blockIdx.y) * kSlice + warp * kWarpColumns + t * 4, fn);
-        int current = 0;  // stage
+        const auto stage = [&](int i) { return stages + i % T::kStages * T::kStageBytes; };
         const auto move_tiles = [&](int i) {
-            const int free = current < 2 ? current + T::kAhead : current - 2, previous = current == 0 ? T::kStages - 1 : current - 1;
-            if (i + T::kAhead < count)
-                fetch_tile<kStreams, kExpand>(p, first_tile + i + T::kAhead, stages + free * T::kStageBytes);
+            if (i + T::kAhead < count) fetch_tile<kStreams, kExpand>(p, first_tile + i + T::kAhead, stage(i + T::kAhead));
             ptx::cp_async_commit();
             if constexpr (kExpand)
-                if (i > 0) store_tile<kStreams>(p, first_tile + i - 1, stages + previous * T::kStageBytes);
+                if (i > 0) store_tile<kStreams>(p, first_tile + i - 1, stage(i - 1));
         };
         for (int i = 0; i < count; ++i) {
             ptx::cp_async_wait<T::kAhead - 1>();
@@ -348,13 +346,11 @@ __global__ void __launch_bounds__(kMixThreads, 1) hc_pass_kernel(HcExpandMixPara
             // of the warps of a scheduler, some move while others multiply
             const bool move_first = thread_again() / 128 % 2 == 0;
             if (move_first) move_tiles(i);
-            compute_tile<kStreams, kExpand>(stages + current * T::kStageBytes, fn, buffers + i % 2 * T::kBufferFloats);
+            compute_tile<kStreams, kExpand>(stage(i), fn, buffers + i % 2 * T::kBufferFloats);
             if (!move_first) move_tiles(i);
-            current = current + 1 == T::kStages ? 0 : current + 1;
         }
         __syncthreads();
-        if constexpr (kExpand)
-            store_tile<kStreams>(p, first_tile + count - 1, stages + (current == 0 ? T::kStages - 1 : current - 1) * T::kStageBytes);
+        if constexpr (kExpand) store_tile<kStreams>(p, first_tile + count - 1, stage(count - 1));
         return;
     }
     const int thread = static_cast<int>(threadIdx.x) - kCopyThreads;
