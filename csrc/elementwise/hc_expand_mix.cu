@@ -3,12 +3,13 @@
 //     x     = bf16( sum_s pre[s] * R'[s] )                       collapse with the previous sublayer's pre
 //     raw   = fn . R',  sum of R'^2                              partial sums of the next coefficients
 // The coefficients follow from the partial sums in a second kernel (hc_mix.cu); with a norm weight that kernel's other blocks
-// do the norm and quantisation of x (the row pass of rmsnorm_quant.cu), which hides the latency of the sinkhorn. pre, post and comb of the previous sublayer are known before this pass,
-// so the streams are read once and written once: (2n + 2) N * 2 bytes a token, against (4n + 2) N * 2 for the separate ops.
+// do the norm and quantisation of x (the row pass of rmsnorm_quant.cu), which hides the latency of the sinkhorn. pre, post
+// and comb of the previous sublayer are known before this pass, so the streams are read once and written once:
+// (2n + 2) N * 2 bytes a token, against (4n + 2) N * 2 for the separate ops.
 //
 // The pass is hc_mix's (hc_mix.cu: fn in registers, tiles of 16 tokens x 160 columns through a cp.async pipeline), with y and
 // the tokens' coefficients in the tile: a lane expands four columns of two tokens in place, R' over the streams and x over y,
-// and multiplies what it holds. One tile later the copying warps write it out in 16-byte vectors, 320 contiguous bytes a row.
+// and multiplies what it holds. One tile later the warps write it out in 16-byte vectors, 320 contiguous bytes a row.
 // Every part does the arithmetic of its own op in the same order: R', x and the coefficients have the bits of hc_expand,
 // hc_collapse and hc_mix. out may be streams: a block reads its columns of a token before it writes them, and nobody else
 // touches them. Shared memory at n = 4: 223 KiB, 125 KiB of tiles in flight. Limits: those of hc_mix. T-independent and

@@ -81,7 +81,8 @@ MDI_DEVICE void load_fragments(const HcMixParams& p, int column, Fragments<kStre
             const int row = c * 8 + g;
             float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if (row < T::kNumMixes && column < p.width)
-                value = *reinterpret_cast<const float4*>(p.fn + (static_cast<int64_t>(row) * kStreams + s) * p.width + column);
+                value = *reinterpret_cast<const float4*>(p.fn + (static_cast<int64_t>(row) * kStreams + s) * p.width +
+                                                         column);
             auto& pair = fn.pair[s][c];
             split_pair(value.x, value.y, pair[0][0], pair[1][0], pair[2][0]);
             split_pair(value.z, value.w, pair[0][1], pair[1][1], pair[2][1]);
@@ -96,7 +97,9 @@ MDI_DEVICE void unpack(const uint2& packed, float (&value)[4]) {
     value[3] = odd_value(packed.y);
 }
 
-MDI_DEVICE uint2 pack(const float (&value)[4]) { return make_uint2(pack_pair(value[0], value[1]), pack_pair(value[2], value[3])); }
+MDI_DEVICE uint2 pack(const float (&value)[4]) {
+    return make_uint2(pack_pair(value[0], value[1]), pack_pair(value[2], value[3]));
+}
 
 // One token's n floats of a coefficient row; 16 bytes at n = 4.
 template <int kStreams>
@@ -151,7 +154,8 @@ MDI_DEVICE void fetch_tile(const HcExpandMixParams& p, int tile, char* stage) {
 #pragma unroll
     for (int s = 0; s < kStreams; ++s)
         cp_async_16_zfill(target + s * kSlice * 2, source + static_cast<int64_t>(s) * p.mix.width, bytes, policy);
-    if constexpr (kExpand) cp_async_16_zfill(target + kStreams * kSlice * 2, p.y + at.token * p.y_stride + column, bytes, policy);
+    if constexpr (kExpand)
+        cp_async_16_zfill(target + kStreams * kSlice * 2, p.y + at.token * p.y_stride + column, bytes, policy);
 }
 
 // A finished tile's R' and x to memory.
@@ -165,7 +169,8 @@ MDI_DEVICE void store_tile(const HcExpandMixParams& p, int tile, const char* sta
 #pragma unroll
     for (int s = 0; s < kStreams; ++s)
         store_evict_first(out + static_cast<int64_t>(s) * p.mix.width, *reinterpret_cast<const uint4*>(source + s * kSlice));
-    *reinterpret_cast<uint4*>(p.x + at.token * p.mix.width + at.column) = *reinterpret_cast<const uint4*>(source + kStreams * kSlice);
+    *reinterpret_cast<uint4*>(p.x + at.token * p.mix.width + at.column) =
+        *reinterpret_cast<const uint4*>(source + kStreams * kSlice);
 }
 
 // Starts the copy of the tokens' coefficients into `stage`: a summing thread copies post, a row of comb, or pre of a token.
@@ -293,7 +298,8 @@ MDI_DEVICE void add_warps(const HcMixParams& p, int thread, int tile, const floa
         const int item = thread + k * kSumThreads;
         const float* source = buffer + item / kPairs * T::kSumPitch + item % kPairs * 2;
 #pragma unroll
-        for (int warp = 0; warp < kMixWarps; ++warp) sum[k][warp] = *reinterpret_cast<const float2*>(source + warp * T::kWarpFloats);
+        for (int warp = 0; warp < kMixWarps; ++warp)
+            sum[k][warp] = *reinterpret_cast<const float2*>(source + warp * T::kWarpFloats);
     }
 #pragma unroll
     for (int warp = 0; warp < kMixWarps; ++warp)
