@@ -2,7 +2,7 @@
 //
 // Why integers. E2M1 codes are multiples of 1/2 up to 6, so a row whose four scale groups lie within 3 binades is a row of
 // int8 numbers times one power of two ("folded": 2 * value * 2^shift, at most 96). wgmma s8 runs at the FP8 rate and its
-// int32 sums are exact: |dot| <= 128 * 96 * 96 < 2^24, so the conversion to fp32 is exact too. FP8 wgmma would not do:
+// int32 sums are exact: |dot| <= 128 * 96 * 96 < 2^21, so the conversion to fp32 is exact too. FP8 wgmma would not do:
 // its accumulator keeps about 14 bits below the largest term (13 after a carry), while a dot of 128 E2M1 products with
 // equal scales already spans log2(128 * 36 / 0.25) = 14.2 bits, and every binade of scale spread adds one on each side; the
 // error is 2^-14 of the result, which flips about one bf16 rounding in 30. bf16 wgmma is exact but runs at half the rate.
@@ -23,7 +23,7 @@
 // Roles in `score`: warpgroups 0 and 1 own 8 tokens each (N = 256 = 8 x 32 heads, 128 accumulators a thread) and both
 // multiply every key tile (M = 64) of the ring; warp 8 fetches whole tiles with plain bulk copies (the images need no tensor map).
 // The two take turns to issue (named barriers 1 and 2), so that one's epilogue (CUDA cores) runs beside the other's
-// products. Epilogue per pair of heads: 2 conversions, relu + pack, one bf16x2 multiply, 2 unpack, 2 adds; the four lanes of
+// products. Epilogue per pair of heads: 2 multiplies (relu and conversion in one), pack, one bf16x2 multiply, 2 unpack, 2 adds; the four lanes of
 // a quad then exchange partial sums so that each finishes one token in four: (p0 + p1) + (p2 + p3) as everywhere.
 //
 // Shared memory: 2 x 65.1 KiB of queries (double-buffered) + 6 x 9 KiB of key tiles = 185 KiB.
@@ -50,6 +50,7 @@ constexpr int kChunkTiles = 64;
 constexpr int kStages = 6;
 constexpr int kMaxShift = 3;
 constexpr int kMaxExponent = 30;
+constexpr int kDotShift = 22;                 // see int_relu
 constexpr int kImageBytes = kGroupTokens * kHeads * kDim;  // one warpgroup's queries
 
 struct Run {  // tokens begin..end-1 of the block belong to sequence seq; the most visible of them sees `limit` entries
@@ -194,12 +195,12 @@ __global__ void __launch_bounds__(kFoldThreads) fold_queries_kernel(LogitsParams
         }
         const Folded folded = fold_quarter(word, scale);
         store_quarter(record.image[token / kGroupTokens], row % (kGroupTokens * kHeads), quarter, folded.bytes);
-        // weight * 2^exponent: exact, as both exponents are small
+        // weight * 2^(exponent + kDotShift): exact, as both exponents are small
         const int exponent = (weight >> 7 & 0xff) - 127;
         const bool weight_is_zero = (weight & 0x7fff) == 0;
         ok = ok && folded.ok && (weight_is_zero || (exponent >= -kMaxExponent && exponent <= kMaxExponent));
         if (quarter == 0) {
-            const uint16_t scaled = weight_is_zero ? weight : static_cast<uint16_t>(weight + folded.exponent * 128);
+            const uint16_t scaled = weight_is_zero ? weight : static_cast<uint16_t>(weight + (folded.exponent + kDotShift) * 128);
             reinterpret_cast<uint16_t*>(&record.meta.weight[token][head % 8 / 2][head / 8])[head % 2] = scaled;
         }
     }
@@ -310,6 +311,22 @@ __device__ __forceinline__ void load_shared_128(uint32_t (&out)[4], uint32_t sme
                  : "r"(smem));
 }
 
+// max(dot, 0) * 2^-kDotShift of an integer dot, |dot| < 2^21, as fp32, exact, in one multiply. The bits of a dot >= 0 are the
+// subnormal number dot * 2^-149, and times 2^127 that is at most 1/2; the bits of a negative dot are a NaN, which mul.sat
+// turns into +0. (A conversion of an integer does not run on the FMA pipe.)
+__device__ __forceinline__ float int_relu(int dot) {
+    float y;
+    asm("mul.sat.f32 %0, %1, %2;" : "=f"(y) : "f"(bits_float(static_cast<uint32_t>(dot))), "f"(bits_float(0x7f000000u)));
+    return y;
+}
+
+// add_heads of integer dots; the weights carry 2^kDotShift
+__device__ __forceinline__ void add_int_heads(float& sum, int dot_even, int dot_odd, uint32_t weight) {
+    const uint32_t value = ptx::mul_bf16x2(ptx::pack_bf16x2(int_relu(dot_even), int_relu(dot_odd)), weight);
+    sum += bits_float(value << 16);
+    sum += bits_float(value & 0xffff0000u);
+}
+
 struct Unit {
     int block, first_col, end_col;
 };
@@ -388,8 +405,8 @@ struct Consumer {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const int i = 4 * (4 * (4 * a + q) + j);
-                    add_heads(sum[q][0], __int2float_rn(acc[i]), __int2float_rn(acc[i + 1]), pair[j]);
-                    add_heads(sum[q][1], __int2float_rn(acc[i + 2]), __int2float_rn(acc[i + 3]), pair[j]);
+                    add_int_heads(sum[q][0], acc[i], acc[i + 1], pair[j]);
+                    add_int_heads(sum[q][1], acc[i + 2], acc[i + 3], pair[j]);
                 }
             }
 #pragma unroll
