@@ -58,7 +58,7 @@ struct Run {  // tokens begin..end-1 of the block belong to sequence seq; the mo
 };
 
 struct QueryMeta {
-    uint32_t weight[kTokens][4][4];           // [token][t][j]: scaled weights of heads 8j + 2t, 8j + 2t + 1
+    uint32_t weight[2][2][4][4][4];           // [warpgroup][half][j / 4][t][j % 4]: scaled weights of heads 2j, 2j + 1 of token 4 half + t
     int visible[kTokens];
     Run run[kTokens];
     int num_runs;
@@ -194,14 +194,15 @@ __global__ void __launch_bounds__(kFoldThreads) fold_queries_kernel(LogitsParams
             weight = p.weights[source];
         }
         const Folded folded = fold_quarter(word, scale);
-        store_quarter(record.image[token / kGroupTokens], row % (kGroupTokens * kHeads), quarter, folded.bytes);
+        const int group = token / kGroupTokens, half = token / 4 % 2, t = token % 4, j = head / 2;
+        store_quarter(record.image[group], half * 128 + 8 * j + 2 * t + head % 2, quarter, folded.bytes);
         // weight * 2^(exponent + kDotShift): exact, as both exponents are small
         const int exponent = (weight >> 7 & 0xff) - 127;
         const bool weight_is_zero = (weight & 0x7fff) == 0;
         ok = ok && folded.ok && (weight_is_zero || (exponent >= -kMaxExponent && exponent <= kMaxExponent));
         if (quarter == 0) {
             const uint16_t scaled = weight_is_zero ? weight : static_cast<uint16_t>(weight + (folded.exponent + kDotShift) * 128);
-            reinterpret_cast<uint16_t*>(&record.meta.weight[token][head % 8 / 2][head / 8])[head % 2] = scaled;
+            reinterpret_cast<uint16_t*>(&record.meta.weight[group][half][j / 4][t][j % 4])[head % 2] = scaled;
         }
     }
     if (threadIdx.x < kTokens)
@@ -259,7 +260,8 @@ __global__ void __launch_bounds__(kFoldThreads) fold_keys_kernel(LogitsParams p,
 
 constexpr int kConsumers = 2;
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kAccumulators = kGroupTokens * kHeads / 2;  // 64 x 256 over 128 threads
+constexpr int kHalfTokens = kGroupTokens / 2;
+constexpr int kAccumulators = kHalfTokens * kHeads / 2;  // of half a tile: 64 x 128 over 128 threads
 
 struct SharedStorage {
     alignas(1024) uint8_t queries[2][2][kImageBytes];
@@ -274,12 +276,13 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) + 1024 <= 227 * 1024, "shared memory of one block");
 
-// wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8: d = a * b (+ d when `accumulate`), both operands K-major in shared memory
-__device__ __forceinline__ void wgmma_s8_n256(int (&d)[128], uint64_t descriptor_a, uint64_t descriptor_b, bool accumulate) {
+// wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8: d = a * b (+ d when `accumulate`), both operands K-major in shared memory
+__device__ __forceinline__ void wgmma_s8_n128(uint32_t (&d)[kAccumulators], uint64_t descriptor_a, uint64_t descriptor_b,
+                                              bool accumulate) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 {" MDI_WGMMA_TEXT_128
-        "}, %128, %129, p;\n}\n"
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" MDI_WGMMA_TEXT_64
+        "}, %64, %65, p;\n}\n"
         : // clang-format off
           "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]),
           "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]),
@@ -288,15 +291,7 @@ __device__ __forceinline__ void wgmma_s8_n256(int (&d)[128], uint64_t descriptor
           "+r"(d[32]), "+r"(d[33]), "+r"(d[34]), "+r"(d[35]), "+r"(d[36]), "+r"(d[37]), "+r"(d[38]), "+r"(d[39]),
           "+r"(d[40]), "+r"(d[41]), "+r"(d[42]), "+r"(d[43]), "+r"(d[44]), "+r"(d[45]), "+r"(d[46]), "+r"(d[47]),
           "+r"(d[48]), "+r"(d[49]), "+r"(d[50]), "+r"(d[51]), "+r"(d[52]), "+r"(d[53]), "+r"(d[54]), "+r"(d[55]),
-          "+r"(d[56]), "+r"(d[57]), "+r"(d[58]), "+r"(d[59]), "+r"(d[60]), "+r"(d[61]), "+r"(d[62]), "+r"(d[63]),
-          "+r"(d[64]), "+r"(d[65]), "+r"(d[66]), "+r"(d[67]), "+r"(d[68]), "+r"(d[69]), "+r"(d[70]), "+r"(d[71]),
-          "+r"(d[72]), "+r"(d[73]), "+r"(d[74]), "+r"(d[75]), "+r"(d[76]), "+r"(d[77]), "+r"(d[78]), "+r"(d[79]),
-          "+r"(d[80]), "+r"(d[81]), "+r"(d[82]), "+r"(d[83]), "+r"(d[84]), "+r"(d[85]), "+r"(d[86]), "+r"(d[87]),
-          "+r"(d[88]), "+r"(d[89]), "+r"(d[90]), "+r"(d[91]), "+r"(d[92]), "+r"(d[93]), "+r"(d[94]), "+r"(d[95]),
-          "+r"(d[96]), "+r"(d[97]), "+r"(d[98]), "+r"(d[99]), "+r"(d[100]), "+r"(d[101]), "+r"(d[102]), "+r"(d[103]),
-          "+r"(d[104]), "+r"(d[105]), "+r"(d[106]), "+r"(d[107]), "+r"(d[108]), "+r"(d[109]), "+r"(d[110]), "+r"(d[111]),
-          "+r"(d[112]), "+r"(d[113]), "+r"(d[114]), "+r"(d[115]), "+r"(d[116]), "+r"(d[117]), "+r"(d[118]), "+r"(d[119]),
-          "+r"(d[120]), "+r"(d[121]), "+r"(d[122]), "+r"(d[123]), "+r"(d[124]), "+r"(d[125]), "+r"(d[126]), "+r"(d[127])
+          "+r"(d[56]), "+r"(d[57]), "+r"(d[58]), "+r"(d[59]), "+r"(d[60]), "+r"(d[61]), "+r"(d[62]), "+r"(d[63])
           // clang-format on
         : "l"(descriptor_a), "l"(descriptor_b), "r"(static_cast<uint32_t>(accumulate)));
 #else
@@ -314,17 +309,29 @@ __device__ __forceinline__ void load_shared_128(uint32_t (&out)[4], uint32_t sme
 // max(dot, 0) * 2^-kDotShift of an integer dot, |dot| < 2^21, as fp32, exact, in one multiply. The bits of a dot >= 0 are the
 // subnormal number dot * 2^-149, and times 2^127 that is at most 1/2; the bits of a negative dot are a NaN, which mul.sat
 // turns into +0. (A conversion of an integer does not run on the FMA pipe.)
-__device__ __forceinline__ float int_relu(int dot) {
+__device__ __forceinline__ float int_relu(uint32_t dot) {
     float y;
-    asm("mul.sat.f32 %0, %1, %2;" : "=f"(y) : "f"(bits_float(static_cast<uint32_t>(dot))), "f"(bits_float(0x7f000000u)));
+    asm("mul.sat.f32 %0, %1, %2;" : "=f"(y) : "f"(bits_float(dot)), "f"(bits_float(0x7f000000u)));
     return y;
 }
 
-// add_heads of integer dots; the weights carry 2^kDotShift
-__device__ __forceinline__ void add_int_heads(float& sum, int dot_even, int dot_odd, uint32_t weight) {
-    const uint32_t value = ptx::mul_bf16x2(ptx::pack_bf16x2(int_relu(dot_even), int_relu(dot_odd)), weight);
-    sum += bits_float(value << 16);
-    sum += bits_float(value & 0xffff0000u);
+// Head sums of one token for the thread's two keys; accumulators 4j, 4j + 1 are heads 2j, 2j + 1 of the even key, the next two of
+// the odd one. Partial sum r takes heads 8i + 2r, 8i + 2r + 1 for ascending i. They start from their first term, not from +0;
+// that can only make a zero negative, see Consumer::finish.
+__device__ __forceinline__ void head_sums(const uint32_t (&acc)[kAccumulators], const uint32_t (&weight)[kHeads / 2],
+                                          float (&sum)[2]) {
+#pragma unroll
+    for (int key = 0; key < 2; ++key) {
+        float part[4];
+#pragma unroll
+        for (int j = 0; j < kHeads / 2; ++j) {
+            const int i = 4 * j + 2 * key;
+            const uint32_t value = ptx::mul_bf16x2(ptx::pack_bf16x2(int_relu(acc[i]), int_relu(acc[i + 1])), weight[j]);
+            const float even = bits_float(value << 16), odd = bits_float(value & 0xffff0000u);
+            part[j % 4] = j < 4 ? even + odd : (part[j % 4] + even) + odd;
+        }
+        sum[key] = (part[0] + part[1]) + (part[2] + part[3]);
+    }
 }
 
 struct Unit {
@@ -389,35 +396,34 @@ __device__ __forceinline__ void fill_neg_inf(uint16_t* row, int begin, int end, 
 }
 
 struct Consumer {
-    // Head sums of the warpgroup's 8 tokens (scaled weights at shared address `weight`) for the thread's two keys. Lane t of a quad ends with tokens t and 4 + t:
-    // out[a][0] key 2g, out[a][1] key 2g + 1 of the warp's 16.
-    static __device__ __forceinline__ void head_sums(const int (&acc)[kAccumulators], uint32_t weight, int t,
-                                                     float (&out)[2][2]) {
-        const bool odd = (t & 1) != 0, upper = (t & 2) != 0;
+    // The stores of one token's two keys: columns column, column + 1.
+    struct Token {
+        uint16_t* row;
+        int visible;
+        bool mine;  // belongs to the current run
+    };
+
+    // The products of half a tile: 64 keys x 4 tokens
+    static __device__ __forceinline__ void issue(uint32_t (&acc)[kAccumulators], uint64_t keys, uint64_t queries) {
 #pragma unroll
-        for (int a = 0; a < 2; ++a) {
-            float sum[4][2];
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-                uint32_t pair[4];
-                load_shared_128(pair, weight + ((4 * a + q) * 4 + t) * 16);
-                sum[q][0] = sum[q][1] = 0.0f;
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const int i = 4 * (4 * (4 * a + q) + j);
-                    add_int_heads(sum[q][0], acc[i], acc[i + 1], pair[j]);
-                    add_int_heads(sum[q][1], acc[i + 2], acc[i + 3], pair[j]);
-                }
-            }
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                // even lanes go on with tokens 0 and 2, odd ones with 1 and 3; then the lower lanes with the first
-                const float first = (odd ? sum[1][k] : sum[0][k]) +
-                                    __shfl_xor_sync(0xffffffffu, odd ? sum[0][k] : sum[1][k], 1);
-                const float second = (odd ? sum[3][k] : sum[2][k]) +
-                                     __shfl_xor_sync(0xffffffffu, odd ? sum[2][k] : sum[3][k], 1);
-                out[a][k] = (upper ? second : first) + __shfl_xor_sync(0xffffffffu, upper ? first : second, 2);
-            }
+        for (int k = 0; k < kDim / 32; ++k)
+            wgmma_s8_n128(acc, advance_descriptor(keys, 32 * k), advance_descriptor(queries, 32 * k), k > 0);
+    }
+
+    // sum * factor + 0: the factor is a power of two, and a sum of nothing but zeros is +0 in the reference
+    static __device__ __forceinline__ uint32_t finish(const float (&sum)[2], float factor_even, float factor_odd) {
+        return ptx::pack_bf16x2(__fmaf_rn(sum[0], factor_even, 0.0f), __fmaf_rn(sum[1], factor_odd, 0.0f));
+    }
+
+    static __device__ __forceinline__ void store(const Token& token, int column, int num_cols, bool aligned, uint32_t pair) {
+        if (column >= token.visible) pair = (pair & 0xffff0000u) | kNegInfBf16;
+        if (column + 1 >= token.visible) pair = (pair & 0xffffu) | static_cast<uint32_t>(kNegInfBf16) << 16;
+        if (!token.mine) return;
+        if (aligned && column + 1 < num_cols) {
+            *reinterpret_cast<uint32_t*>(token.row + column) = pair;
+        } else {
+            if (column < num_cols) token.row[column] = static_cast<uint16_t>(pair);
+            if (column + 1 < num_cols) token.row[column + 1] = static_cast<uint16_t>(pair >> 16);
         }
     }
 
@@ -427,71 +433,78 @@ struct Consumer {
         const bool aligned = (reinterpret_cast<uintptr_t>(p.out) & 3) == 0 && p.out_stride % 2 == 0;
         int stage = 0, buffer = 0;
         uint32_t phase = 0, query_phase = 0;
-        if (group == 1) ptx::named_barrier_arrive(1, 256);  // warpgroup 0 begins
+        uint32_t acc0[kAccumulators], acc1[kAccumulators];
         for (int64_t index = blockIdx.x; index < num_units; index += gridDim.x) {
             const Unit unit = unit_of(p, w, index);
             ptx::mbarrier_wait(ptx::smem_address(&shared.query_full[buffer]), query_phase);
             const QueryMeta& meta = shared.meta[buffer];
-            const uint64_t queries = smem_descriptor_k128(ptx::smem_address(shared.queries[buffer][group]));
-            const uint32_t weights = ptx::smem_address(meta.weight[group * kGroupTokens]);
-            int visible[2];
-            uint16_t* row[2];
+            const uint64_t queries0 = smem_descriptor_k128(ptx::smem_address(shared.queries[buffer][group]));
+            const uint64_t queries1 = advance_descriptor(queries0, kImageBytes / 2);
+            uint32_t weight[2][kHeads / 2];
+            Token token[2];
 #pragma unroll
             for (int a = 0; a < 2; ++a) {
-                const int token = group * kGroupTokens + 4 * a + t;
-                visible[a] = meta.visible[token];
-                row[a] = p.out + static_cast<int64_t>(unit.block * kTokens + token) * p.out_stride;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    uint32_t four[4];
+                    load_shared_128(four, ptx::smem_address(meta.weight[group][a][i][t]));
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) weight[a][4 * i + j] = four[j];
+                }
+                const int number = group * kGroupTokens + kHalfTokens * a + t;
+                token[a].visible = meta.visible[number];
+                token[a].row = p.out + static_cast<int64_t>(unit.block * kTokens + number) * p.out_stride;
             }
             const int num_runs = meta.num_runs;
             for (int r = 0; r < num_runs; ++r) {
                 const Run run = meta.run[r];
                 const int num_tiles = tiles_of(unit, run.limit);
-                bool mine[2];
+                int plain = aligned ? p.num_cols : 0;  // tiles that end at or before this column need no condition in the warp
 #pragma unroll
                 for (int a = 0; a < 2; ++a) {
-                    const int token = group * kGroupTokens + 4 * a + t;
-                    mine[a] = token >= run.begin && token < run.end;
+                    const int number = group * kGroupTokens + kHalfTokens * a + t;
+                    token[a].mine = number >= run.begin && number < run.end;
+                    plain = min_of(plain, token[a].mine ? token[a].visible : 0);
                 }
+                plain = __reduce_min_sync(0xffffffffu, plain);
                 for (int tile = 0; tile < num_tiles; ++tile) {
                     ptx::mbarrier_wait(ptx::smem_address(&shared.full[stage]), phase);
+                    __syncwarp();
                     const KeyRecord& record = shared.stage[stage].record;
                     const uint64_t keys = smem_descriptor_k128(ptx::smem_address(record.image));
-                    int acc[kAccumulators];
-                    __syncwarp();  // the stores of the last tile may have parted the lanes
-                    ptx::named_barrier_sync(1 + group, 256);  // this warpgroup's turn to issue
+                    const int first = unit.first_col + tile * kTileKeys, column = first + warp * 16 + 2 * g;
+                    float sum[2][2];
+                    fence_registers(acc0);
+                    fence_registers(acc1);
                     wgmma_fence();
-#pragma unroll
-                    for (int k = 0; k < kDim / 32; ++k)
-                        wgmma_s8_n256(acc, advance_descriptor(keys, 32 * k), advance_descriptor(queries, 32 * k), k > 0);
+                    issue(acc0, keys, queries0);
                     wgmma_commit();
-                    ptx::named_barrier_arrive(2 - group, 256);  // the other's turn
+                    issue(acc1, keys, queries1);
+                    wgmma_commit();
                     const float factor_even = record.factor[warp * 16 + g], factor_odd = record.factor[warp * 16 + g + 8];
+                    wgmma_wait<1>();  // the second half runs beside the first one's head sums
+                    fence_registers(acc0);
+                    head_sums(acc0, weight[0], sum[0]);
                     wgmma_wait<0>();
+                    fence_registers(acc1);
                     if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(&shared.empty[stage]));
                     stage = stage + 1 == kStages ? 0 : stage + 1;
                     phase ^= stage == 0;
-
-                    float sum[2][2];
-                    head_sums(acc, weights, t, sum);
-                    const int column = unit.first_col + tile * kTileKeys + warp * 16 + 2 * g;
+                    head_sums(acc1, weight[1], sum[1]);
+                    if (first + kTileKeys <= plain) {
 #pragma unroll
-                    for (int a = 0; a < 2; ++a) {
-                        uint32_t pair = ptx::pack_bf16x2(sum[a][0] * factor_even, sum[a][1] * factor_odd);
-                        if (column >= visible[a]) pair = (pair & 0xffff0000u) | kNegInfBf16;
-                        if (column + 1 >= visible[a]) pair = (pair & 0xffffu) | static_cast<uint32_t>(kNegInfBf16) << 16;
-                        if (!mine[a]) continue;
-                        if (aligned && column + 1 < p.num_cols) {
-                            *reinterpret_cast<uint32_t*>(row[a] + column) = pair;
-                        } else {
-                            if (column < p.num_cols) row[a][column] = static_cast<uint16_t>(pair);
-                            if (column + 1 < p.num_cols) row[a][column + 1] = static_cast<uint16_t>(pair >> 16);
-                        }
+                        for (int a = 0; a < 2; ++a)
+                            *reinterpret_cast<uint32_t*>(token[a].row + column) = finish(sum[a], factor_even, factor_odd);
+                    } else {
+#pragma unroll
+                        for (int a = 0; a < 2; ++a)
+                            store(token[a], column, p.num_cols, aligned, finish(sum[a], factor_even, factor_odd));
                     }
                 }
                 const int filled = unit.first_col + num_tiles * kTileKeys;
-                for (int token = group * kGroupTokens + warp; token < (group + 1) * kGroupTokens; token += 4)
-                    if (token >= run.begin && token < run.end)
-                        fill_neg_inf(p.out + static_cast<int64_t>(unit.block * kTokens + token) * p.out_stride, filled,
+                for (int number = group * kGroupTokens + warp; number < (group + 1) * kGroupTokens; number += 4)
+                    if (number >= run.begin && number < run.end)
+                        fill_neg_inf(p.out + static_cast<int64_t>(unit.block * kTokens + number) * p.out_stride, filled,
                                      unit.end_col, lane);
             }
             __syncwarp();
