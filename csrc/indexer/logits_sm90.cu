@@ -306,6 +306,13 @@ __device__ __forceinline__ void load_shared_128(uint32_t (&out)[4], uint32_t sme
                  : "r"(smem));
 }
 
+// ld.shared.f32
+__device__ __forceinline__ float load_shared_float(uint32_t smem) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(smem));
+    return x;
+}
+
 // max(dot, 0) * 2^-kDotShift of an integer dot, |dot| < 2^21, as fp32, exact, in one multiply. The bits of a dot >= 0 are the
 // subnormal number dot * 2^-149, and times 2^127 that is at most 1/2; the bits of a negative dot are a NaN, which mul.sat
 // turns into +0. (A conversion of an integer does not run on the FMA pipe.)
@@ -403,11 +410,12 @@ struct Consumer {
         bool mine;  // belongs to the current run
     };
 
-    // The products of half a tile: 64 keys x 4 tokens
-    static __device__ __forceinline__ void issue(uint32_t (&acc)[kAccumulators], uint64_t keys, uint64_t queries) {
+    // The products of half a tile: 64 keys x 4 tokens. Operands at shared addresses; only the low descriptor word differs.
+    static __device__ __forceinline__ void issue(uint32_t (&acc)[kAccumulators], uint32_t keys, uint32_t queries) {
+        constexpr uint64_t kHigh = uint64_t{static_cast<uint32_t>(Swizzle::k128B)} << 62 | uint64_t{1024 / 16} << 32;
+        const uint32_t a = keys / 16 | 1u << 16, b = queries / 16 | 1u << 16;
 #pragma unroll
-        for (int k = 0; k < kDim / 32; ++k)
-            wgmma_s8_n128(acc, advance_descriptor(keys, 32 * k), advance_descriptor(queries, 32 * k), k > 0);
+        for (int k = 0; k < kDim / 32; ++k) wgmma_s8_n128(acc, kHigh | (a + 2 * k), kHigh | (b + 2 * k), k > 0);
     }
 
     // sum * factor + 0: the factor is a power of two, and a sum of nothing but zeros is +0 in the reference
@@ -438,8 +446,7 @@ struct Consumer {
             const Unit unit = unit_of(p, w, index);
             ptx::mbarrier_wait(ptx::smem_address(&shared.query_full[buffer]), query_phase);
             const QueryMeta& meta = shared.meta[buffer];
-            const uint64_t queries0 = smem_descriptor_k128(ptx::smem_address(shared.queries[buffer][group]));
-            const uint64_t queries1 = advance_descriptor(queries0, kImageBytes / 2);
+            const uint32_t queries0 = ptx::smem_address(shared.queries[buffer][group]), queries1 = queries0 + kImageBytes / 2;
             uint32_t weight[2][kHeads / 2];
             Token token[2];
 #pragma unroll
@@ -470,8 +477,7 @@ struct Consumer {
                 for (int tile = 0; tile < num_tiles; ++tile) {
                     ptx::mbarrier_wait(ptx::smem_address(&shared.full[stage]), phase);
                     __syncwarp();
-                    const KeyRecord& record = shared.stage[stage].record;
-                    const uint64_t keys = smem_descriptor_k128(ptx::smem_address(record.image));
+                    const uint32_t keys = ptx::smem_address(&shared.stage[stage]);
                     const int first = unit.first_col + tile * kTileKeys, column = first + warp * 16 + 2 * g;
                     float sum[2][2];
                     fence_registers(acc0);
@@ -481,10 +487,12 @@ struct Consumer {
                     wgmma_commit();
                     issue(acc1, keys, queries1);
                     wgmma_commit();
-                    const float factor_even = record.factor[warp * 16 + g], factor_odd = record.factor[warp * 16 + g + 8];
+                    const uint32_t factor = keys + kTileKeys * kDim + (warp * 16 + g) * 4;
+                    const float factor_even = load_shared_float(factor), factor_odd = load_shared_float(factor + 32);
                     wgmma_wait<1>();  // the second half runs beside the first one's head sums
                     fence_registers(acc0);
                     head_sums(acc0, weight[0], sum[0]);
+                    asm volatile("" : "+f"(sum[0][0]), "+f"(sum[0][1])::"memory");  // before the wait, not behind it
                     wgmma_wait<0>();
                     fence_registers(acc1);
                     if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(&shared.empty[stage]));
@@ -530,7 +538,7 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Work
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
-    const int group = threadIdx.x / 128;
+    const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);  // known to be uniform
     if (group == kConsumers) {
         ptx::setmaxnreg_dec<40>();
         if (threadIdx.x == kConsumers * 128) Producer::run(p, w, shared, num_units);
