@@ -20,11 +20,13 @@
 //                  that blocks that run together read the same keys from L2
 //   second pass    logits.cu
 //
-// Roles in `score`: warpgroups 0 and 1 own 8 tokens each (N = 256 = 8 x 32 heads, 128 accumulators a thread) and both
-// multiply every key tile (M = 64) of the ring; warp 8 fetches whole tiles with plain bulk copies (the images need no tensor map).
-// The two take turns to issue (named barriers 1 and 2), so that one's epilogue (CUDA cores) runs beside the other's
-// products. Epilogue per pair of heads: 2 multiplies (relu and conversion in one), pack, one bf16x2 multiply, 2 unpack, 2 adds; the four lanes of
-// a quad then exchange partial sums so that each finishes one token in four: (p0 + p1) + (p2 + p3) as everywhere.
+// Roles in `score`: warpgroups 0 and 1 own 8 tokens each and both multiply every key tile (M = 64) of the ring, as two halves
+// of 4 tokens (N = 128 = 4 x 32 heads, 64 accumulators a thread); warp 8 fetches whole tiles with plain bulk copies (the images
+// need no tensor map). The second half's products run beside the first half's epilogue, and one warpgroup's products beside the
+// other's epilogue. Query rows are placed so that a lane of a quad holds all heads of one token: column 8j + 2t + e is head
+// 2j + e of token t, so head sums need no exchange. The epilogue is bound by instruction issue; per pair of heads: 2 multiplies
+// (relu and conversion in one, int_relu), pack, one bf16x2 multiply, 2 unpack, 2 adds. The four partial sums are those of
+// score_tile.cuh: (p0 + p1) + (p2 + p3).
 //
 // Shared memory: 2 x 65.1 KiB of queries (double-buffered) + 6 x 9 KiB of key tiles = 185 KiB.
 // Workspace: logits_workspace_bytes(), about 4.1 KiB a token + 132 bytes a sequence and column.
@@ -403,7 +405,6 @@ __device__ __forceinline__ void fill_neg_inf(uint16_t* row, int begin, int end, 
 }
 
 struct Consumer {
-    // The stores of one token's two keys: columns column, column + 1.
     struct Token {
         uint16_t* row;
         int visible;
@@ -423,6 +424,7 @@ struct Consumer {
         return ptx::pack_bf16x2(__fmaf_rn(sum[0], factor_even, 0.0f), __fmaf_rn(sum[1], factor_odd, 0.0f));
     }
 
+    // Columns column and column + 1 of a token
     static __device__ __forceinline__ void store(const Token& token, int column, int num_cols, bool aligned, uint32_t pair) {
         if (column >= token.visible) pair = (pair & 0xffff0000u) | kNegInfBf16;
         if (column + 1 >= token.visible) pair = (pair & 0xffffu) | static_cast<uint32_t>(kNegInfBf16) << 16;
@@ -441,6 +443,10 @@ struct Consumer {
         const bool aligned = (reinterpret_cast<uintptr_t>(p.out) & 3) == 0 && p.out_stride % 2 == 0;
         int stage = 0, buffer = 0;
         uint32_t phase = 0, query_phase = 0;
+        const auto emit = [&](const Token& token, int column, bool plain, uint32_t pair) {
+            if (plain) *reinterpret_cast<uint32_t*>(token.row + column) = pair;
+            else store(token, column, p.num_cols, aligned, pair);
+        };
         uint32_t acc0[kAccumulators], acc1[kAccumulators];
         for (int64_t index = blockIdx.x; index < num_units; index += gridDim.x) {
             const Unit unit = unit_of(p, w, index);
@@ -492,22 +498,15 @@ struct Consumer {
                     wgmma_wait<1>();  // the second half runs beside the first one's head sums
                     fence_registers(acc0);
                     head_sums(acc0, weight[0], sum[0]);
-                    asm volatile("" : "+f"(sum[0][0]), "+f"(sum[0][1])::"memory");  // before the wait, not behind it
+                    emit(token[0], column, first + kTileKeys <= plain, finish(sum[0], factor_even, factor_odd));
+                    __syncwarp();
                     wgmma_wait<0>();
                     fence_registers(acc1);
                     if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(&shared.empty[stage]));
                     stage = stage + 1 == kStages ? 0 : stage + 1;
                     phase ^= stage == 0;
                     head_sums(acc1, weight[1], sum[1]);
-                    if (first + kTileKeys <= plain) {
-#pragma unroll
-                        for (int a = 0; a < 2; ++a)
-                            *reinterpret_cast<uint32_t*>(token[a].row + column) = finish(sum[a], factor_even, factor_odd);
-                    } else {
-#pragma unroll
-                        for (int a = 0; a < 2; ++a)
-                            store(token[a], column, p.num_cols, aligned, finish(sum[a], factor_even, factor_odd));
-                    }
+                    emit(token[1], column, first + kTileKeys <= plain, finish(sum[1], factor_even, factor_odd));
                 }
                 const int filled = unit.first_col + num_tiles * kTileKeys;
                 for (int number = group * kGroupTokens + warp; number < (group + 1) * kGroupTokens; number += 4)
