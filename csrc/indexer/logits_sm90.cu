@@ -37,6 +37,7 @@
 #include "common/number_formats.cuh"
 #include "common/ptx_sm90.cuh"
 #include "common/wgmma_sm90.cuh"
+#include "indexer/fold.cuh"
 #include "indexer/indexer.h"
 #include "indexer/score_tile.cuh"
 
@@ -50,9 +51,6 @@ constexpr int kGroupTokens = 8;
 constexpr int kTileKeys = 64;
 constexpr int kChunkTiles = 64;
 constexpr int kStages = 6;
-constexpr int kMaxShift = 3;
-constexpr int kMaxExponent = 30;
-constexpr int kDotShift = 22;                 // see int_relu
 constexpr int kImageBytes = kGroupTokens * kHeads * kDim;  // one warpgroup's queries
 
 struct Run {  // tokens begin..end-1 of the block belong to sequence seq; the most visible of them sees `limit` entries
@@ -111,42 +109,6 @@ int64_t place(int64_t num_tokens, int64_t num_seqs, int64_t num_cols, uint8_t* b
 
 // ---- folding ------------------------------------------------------------------------------------------------------
 
-// One quarter (scale group) of a row per lane, the four lanes of a quad together: 32 int8 values = code * 2 << shift,
-// and the exponent of the row: value = int8 * 2^exponent. `ok` is false where the row does not fold.
-struct Folded {
-    uint32_t bytes[8];
-    int exponent;
-    bool ok;
-};
-
-__device__ __forceinline__ Folded fold_quarter(const uint32_t (&word)[4], uint32_t scale) {
-    const bool zero = ((word[0] | word[1] | word[2] | word[3]) & 0x77777777u) == 0;
-    int lowest = zero ? 1 << 20 : static_cast<int>(scale);  // a group of zeros fits any exponent
-    lowest = min_of(lowest, __shfl_xor_sync(0xffffffffu, lowest, 1));
-    lowest = min_of(lowest, __shfl_xor_sync(0xffffffffu, lowest, 2));
-    const bool all_zero = lowest == 1 << 20;
-    const int shift = zero ? 0 : static_cast<int>(scale) - lowest;
-    Folded out;
-    out.exponent = all_zero ? 0 : lowest - 127 - 1;
-    int ok = scale != 255 && shift <= kMaxShift && out.exponent >= -kMaxExponent && out.exponent <= kMaxExponent;
-    ok &= __shfl_xor_sync(0xffffffffu, ok, 1);  // never behind a condition: all lanes take part
-    ok &= __shfl_xor_sync(0xffffffffu, ok, 2);
-    out.ok = ok != 0;
-    const int s = min_of(shift, kMaxShift);
-    // magnitudes 0 1 2 3 | 4 6 8 12 of the eight codes, and their negatives, one byte each
-    const uint32_t low = 0x03020100u << s, high = 0x0c080604u << s;
-    const uint32_t minus_low = __vneg4(low), minus_high = __vneg4(high);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const uint32_t codes = word[i / 2] >> (16 * (i % 2)) & 0xffffu;
-        const uint32_t plus = __byte_perm(low, high, codes & 0x7777u);
-        const uint32_t minus = __byte_perm(minus_low, minus_high, codes & 0x7777u);
-        const uint32_t negative = __byte_perm(0x0000ff00u, 0, codes >> 3 & 0x1111u);  // ff where the sign bit is set
-        out.bytes[i] = (plus & ~negative) | (minus & negative);
-    }
-    return out;
-}
-
 __device__ __forceinline__ void store_quarter(uint8_t* image, int row, int quarter, const uint32_t (&bytes)[8]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -198,14 +160,10 @@ __global__ void __launch_bounds__(kFoldThreads) fold_queries_kernel(LogitsParams
         const Folded folded = fold_quarter(word, scale);
         const int group = token / kGroupTokens, half = token / 4 % 2, t = token % 4, j = head / 2;
         store_quarter(record.image[group], half * 128 + 8 * j + 2 * t + head % 2, quarter, folded.bytes);
-        // weight * 2^(exponent + kDotShift): exact, as both exponents are small
-        const int exponent = (weight >> 7 & 0xff) - 127;
-        const bool weight_is_zero = (weight & 0x7fff) == 0;
-        ok = ok && folded.ok && (weight_is_zero || (exponent >= -kMaxExponent && exponent <= kMaxExponent));
-        if (quarter == 0) {
-            const uint16_t scaled = weight_is_zero ? weight : static_cast<uint16_t>(weight + (folded.exponent + kDotShift) * 128);
-            reinterpret_cast<uint16_t*>(&record.meta.weight[group][half][j / 4][t][j % 4])[head % 2] = scaled;
-        }
+        ok = ok && folded.ok && weight_folds(weight);
+        if (quarter == 0)
+            reinterpret_cast<uint16_t*>(&record.meta.weight[group][half][j / 4][t][j % 4])[head % 2] =
+                scaled_weight(weight, folded.exponent);
     }
     if (threadIdx.x < kTokens)
         record.meta.visible[threadIdx.x] =
@@ -250,7 +208,7 @@ __global__ void __launch_bounds__(kFoldThreads) fold_keys_kernel(LogitsParams p,
     const Folded folded = fold_quarter(word, scale);
     const int row = key / 16 * 16 + key % 2 * 8 + key % 16 / 2;  // keys 2g and 2g + 1 of 16 lie in rows g and g + 8
     store_quarter(record.image, row, quarter, folded.bytes);
-    if (quarter == 0) record.factor[row] = bits_float(static_cast<uint32_t>(folded.exponent + 127) << 23);
+    if (quarter == 0) record.factor[row] = folded.factor();
     const int bad = __syncthreads_or(!folded.ok);
     if (threadIdx.x == 0) {
         w.marked_tiles[at] = bad != 0;
@@ -313,15 +271,6 @@ __device__ __forceinline__ float load_shared_float(uint32_t smem) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(smem));
     return x;
-}
-
-// max(dot, 0) * 2^-kDotShift of an integer dot, |dot| < 2^21, as fp32, exact, in one multiply. The bits of a dot >= 0 are the
-// subnormal number dot * 2^-149, and times 2^127 that is at most 1/2; the bits of a negative dot are a NaN, which mul.sat
-// turns into +0. (A conversion of an integer does not run on the FMA pipe.)
-__device__ __forceinline__ float int_relu(uint32_t dot) {
-    float y;
-    asm("mul.sat.f32 %0, %1, %2;" : "=f"(y) : "f"(bits_float(dot)), "f"(bits_float(0x7f000000u)));
-    return y;
 }
 
 // Head sums of one token for the thread's two keys; accumulators 4j, 4j + 1 are heads 2j, 2j + 1 of the even key, the next two of
