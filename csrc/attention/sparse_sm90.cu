@@ -5,22 +5,17 @@
 // to expand 32,768 elements about 1,000 of each scheduler. Packed rows from L2: 18 (FP4) or 33 KiB (FP8), a third of bf16
 // keys. 10 steps a token, 31 tokens an SM: 0.39 ms at 1.755 GHz if the three overlap.
 //
-// Before tiles were handed over in parts and producers doubled: 0.95 ms on an H200 (T=4096, 640 slots, model-like indices), 363
-// TFLOP/s, about 4,400 clocks a step. Counted in the SASS: one producer warpgroup needs 1,000 (FP4) to 1,900 clocks (FP8) of
-// issue a step plus its waits for shared memory, the softmax 650; with two whole tiles as the unit, fill, S, softmax and
-// values of a tile came one after the other and most of the fill was not covered. Not measured again yet.
-//
-// One persistent block per SM walks over (token, 64 heads) items; four warpgroups:
-//   producers (warpgroups 2 and 3, 64 registers): fetch packed rows by index into registers, a step ahead, four lanes a row, and
-//     expand them to bf16 in the free one of two K tiles; load Q of the next item once the last S of this one is done;
-//   consumers (warpgroups 0 and 1, 192 registers): step b belongs to consumer b % 2, which makes S = Q K^T (m64n64k16) and
+// One persistent block per SM walks over (token, 64 heads) items; three warpgroups (a fourth would leave ptxas too few
+// registers for m64n256):
+//   producer (warpgroup 2, 104 registers): fetches packed rows by index into registers, a step ahead, and expands them to
+//     bf16 in the free one of two K tiles; loads Q of the next item once the last S of this one is done;
+//   consumers (warpgroups 0 and 1, 200 registers): step b belongs to consumer b % 2, which makes S = Q K^T (m64n64k16) and
 //     the softmax, and hands P (bf16) and the running maximum to the other through shared memory. Both add P V to their half
-//     of O (64 heads x 256 dims as two m64n128k16, the widest that ptxas takes at 512 threads; own P from registers, the
-//     other's from shared memory). So one consumer's softmax runs under the other's products.
-// Barriers (mbarrier; a phase per use): full[2][4] two atoms of a K tile written: S follows the producer through the tile;
-// empty[2][2] consumer c is done with the tile, whose half of the atoms is then free, because only its values are in there and
-// S was complete before; p_ready[2] P and maximum of a step published (they are free again when the last full[] of the step
-// after next completes, because that needs both empty[]); q_full, q_empty per item.
+//     of O (64 heads x 256 dims, m64n256k16; own P from registers, the other's from shared memory). So one consumer's
+//     softmax runs under the other's products.
+// Barriers (mbarrier; a phase per use): full[2] K tile written; empty[2] both consumers are done with it; p_ready[2] P and
+// maximum of a step published (they are free again when full[] of the step after next completes, because that needs
+// empty[]); q_full, q_empty per item.
 //
 // Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, statistics and barriers 1.6 KiB = 209.6 KiB. Tiles are atoms of 64
 // columns (128 bytes a row) under the 128-byte swizzle: K-major for Q, K in S and P, MN-major for V = the same K tile.
@@ -47,16 +42,13 @@ constexpr int kHeads = 64;  // M of the products
 constexpr int kSlots = 64;  // slots of a step
 constexpr int kConsumers = 2;
 constexpr int kGroupThreads = 128;
-constexpr int kProducerThreads = 2 * kGroupThreads;
-constexpr int kThreads = kConsumers * kGroupThreads + kProducerThreads;
-constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;
+constexpr int kThreads = (kConsumers + 1) * kGroupThreads;
+constexpr int kConsumerRegisters = 200, kProducerRegisters = 104;
 constexpr int kAtomBytes = 64 * 128;                  // 64 rows of 64 bf16 columns
 constexpr int kAtoms = kHeadDim / 64;
 constexpr int kTileBytes = kAtoms * kAtomBytes;
-constexpr int kQuarters = 4;                          // parts of a K tile, two atoms each: S starts on the first
 constexpr int kHalfDims = kHeadDim / kConsumers;      // dims of O a consumer owns
-constexpr int kProducerWarps = kProducerThreads / 32;
-constexpr int kWarpRows = kSlots / kProducerWarps;    // rows of a step a producer warp expands, four lanes each
+constexpr int kWarpRows = kSlots / 4;                 // rows of a step a producer warp expands
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMaxStart = -1e30f;                   // finite: a masked step must not make NaN
 constexpr uint32_t kConsumerBarrier = 1, kGroupBarrier = 2;  // named barriers; kGroupBarrier + consumer
@@ -67,8 +59,8 @@ struct SharedStorage {
     uint8_t p[kConsumers][kAtomBytes];
     float row_max[kConsumers][kHeads];      // running maximum after the consumer's latest step
     float row_sum[2][kConsumers][kHeads];   // by parity of the item
-    uint32_t valid[2][2];                   // bit s: slot s of the step may be seen; a byte per producer warp
-    uint64_t full[2][kQuarters], empty[2][kConsumers], p_ready[kConsumers], q_full, q_empty;
+    uint32_t valid[2][2];                   // bit s: slot s of the step may be seen
+    uint64_t full[2], empty[2], p_ready[kConsumers], q_full, q_empty;
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
@@ -119,12 +111,8 @@ struct AtomWriter {
 
 // ---- items ---------------------------------------------------------------------------------------------------------
 
-// A token is one item, or two above 64 heads.
-static_assert(kMaxHeads == 2 * kHeads);
-MDI_DEVICE int second_block(const SparseParams& params) { return params.num_heads > kHeads ? 1 : 0; }
-MDI_DEVICE int num_items(const SparseParams& params) { return params.num_tokens << second_block(params); }
-MDI_DEVICE int token_of(const SparseParams& params, int item) { return item >> second_block(params); }
-MDI_DEVICE int first_head_of(const SparseParams& params, int item) { return (item & second_block(params)) * kHeads; }
+MDI_DEVICE int heads_per_token_blocks(const SparseParams& params) { return (params.num_heads + kHeads - 1) / kHeads; }
+MDI_DEVICE int num_items(const SparseParams& params) { return params.num_tokens * heads_per_token_blocks(params); }
 
 // Lanes of a token that count, and the steps they take.
 struct Lanes {
@@ -133,13 +121,13 @@ struct Lanes {
     MDI_DEVICE Lanes(const SparseParams& params, int item) : Lanes(params, item, length(params, item)) {}
     // `length` of the same item, loaded earlier
     MDI_DEVICE Lanes(const SparseParams& params, int item, int length) {
-        token_idx = token_of(params, item);
+        token_idx = item / heads_per_token_blocks(params);
         num_compressed = min_of(params.num_picks, max_of(length, 0));
         num_steps = (params.num_window + num_compressed + kSlots - 1) / kSlots;
     }
     MDI_DEVICE static int length(const SparseParams& params, int item) {
         if (params.compressed_len == nullptr || item >= num_items(params)) return params.num_picks;
-        return __ldg(params.compressed_len + token_of(params, item));
+        return __ldg(params.compressed_len + item / heads_per_token_blocks(params));
     }
 };
 
@@ -168,11 +156,13 @@ struct Cursor {
     }
 };
 
-// The row of a step that one producer lane serves, with the three lanes beside it: lane j of the four has columns 16 j to
-// 16 j + 15 of every atom.
+// The row of a step that one producer lane serves, with the lane beside it: lanes 2r and 2r + 1 of a warp have the left and
+// the right 32 columns of every atom of row r of the warp's 16.
 struct LaneRow {
-    const uint8_t* codes;     // the lane's first 8 bytes: of its 16 of an atom (window row), or all of an atom
+    const uint8_t* codes[2];  // the lane's two 16-byte pieces of the first atom (window row: or half atom); + 64 for the next
+    const uint8_t* scales;
     bool any, window;         // the row is there; it is a window row
+    uint32_t valid;           // bit per row of the warp
 
     // Starts the index load; the rest follows in `settle`, after other work.
     MDI_DEVICE static int load(const SparseParams& params, const Cursor& at, int slot) {
@@ -182,95 +172,93 @@ struct LaneRow {
         if (pick >= at.lanes.num_compressed) return -1;
         return params.compressed_idx[static_cast<int64_t>(at.lanes.token_idx) * params.num_picks + pick];
     }
-    MDI_DEVICE void settle(const SparseParams& params, int idx, int slot, int part) {
+    MDI_DEVICE void settle(const SparseParams& params, int idx, int slot, int half) {
         const bool in_window = slot < params.num_window;
         const int limit = in_window ? params.num_window_rows : params.num_compressed_rows;
-        any = static_cast<uint32_t>(idx) < static_cast<uint32_t>(limit);
-        window = any && in_window;
-        codes = (in_window ? params.window + static_cast<int64_t>(idx) * kWindowRowBytes
-                           : params.compressed + static_cast<int64_t>(idx) * kCompressedRowBytes) +
-                part * (in_window ? 16 : 8);
-    }
-    // A bit per row of the warp
-    MDI_DEVICE uint32_t valid() const {
-        uint32_t bits = __ballot_sync(~0u, any) & 0x11111111u;  // the lanes of a row agree: keep one bit
-        bits = (bits | bits >> 3) & 0x03030303u;
-        bits = (bits | bits >> 6) & 0x000f000fu;
-        return (bits | bits >> 12) & 0xffu;
+        const bool ok = static_cast<uint32_t>(idx) < static_cast<uint32_t>(limit);
+        const uint8_t* row = (in_window ? params.window + static_cast<int64_t>(idx) * kWindowRowBytes
+                                        : params.compressed + static_cast<int64_t>(idx) * kCompressedRowBytes);
+        codes[0] = row + half * (in_window ? 32 : 16);
+        codes[1] = codes[0] + (in_window ? 16 : 32);
+        scales = row + (in_window ? kHeadDim : kHeadDim / 2);
+        any = ok;
+        window = ok && in_window;
+        uint32_t bits = __ballot_sync(~0u, ok) & 0x55555555u;  // both lanes of a row agree: keep the even bits
+        bits = (bits | bits >> 1) & 0x33333333u;
+        bits = (bits | bits >> 2) & 0x0f0f0f0fu;
+        bits = (bits | bits >> 4) & 0x00ff00ffu;
+        valid = (bits | bits >> 8) & 0xffffu;
     }
 };
 
 // A lane's bytes of its row: the registers are refilled for the next step's row as this one's are used up, so a whole step is
-// on its way all the time. codes[4 * (piece % 4)..] is a piece of 64 row bytes, a quarter of them the lane's: two atoms of a
-// compressed row (four pieces), one atom of a window row (eight pieces, the last four follow the first). The scale bytes are
-// spread over the four lanes of the row, eight (compressed) or four (window) each: two atoms' worth.
+// on its way all the time. codes[8 * (piece % 4)..] is a piece of 64 row bytes, half of them the lane's: two atoms of a
+// compressed row (four pieces), one atom of a window row (eight pieces, the last four follow the first).
 struct Packed {
-    uint32_t codes[16], scales[2];
+    uint32_t codes[32], scales[8];
 
-    MDI_DEVICE static void load8(uint32_t* to, const uint8_t* from) {
-        const uint2 v = __ldg(reinterpret_cast<const uint2*>(from));
-        to[0] = v.x, to[1] = v.y;
+    MDI_DEVICE static void load16(uint32_t* to, const uint8_t* from) {
+        const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
+        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
     }
     MDI_DEVICE void load(const LaneRow& row, int piece) {
         if (row.any) {
-            load8(codes + piece % 4 * 4, row.codes + piece * 64);
-            load8(codes + piece % 4 * 4 + 2, row.codes + (row.window ? 8 : 32) + piece * 64);
+            load16(codes + piece % 4 * 8, row.codes[0] + piece * 64);
+            load16(codes + piece % 4 * 8 + 4, row.codes[1] + piece * 64);
         }
     }
     // A skipped row reads nothing: scale 0 makes any left-over FP4 code 0.
-    MDI_DEVICE void load_scales(const LaneRow& row, int part) {
-        scales[0] = scales[1] = 0;
-        if (row.any) {  // codes + 256 - 8 part + 8 part, and codes + 512 - 16 part + 4 part
-            if (row.window) {
-                scales[0] = __ldg(reinterpret_cast<const uint32_t*>(row.codes + kHeadDim - 12 * part));
-            } else {
-                load8(scales, row.codes + kHeadDim / 2);
-            }
-        }
+    MDI_DEVICE void load_scales(const LaneRow& row) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) scales[i] = 0;
+        if (row.any) load16(scales, row.scales);
+        if (row.any && !row.window) load16(scales + 4, row.scales + 16);
     }
-    MDI_DEVICE void start(const LaneRow& row, int part) {
-        load_scales(row, part);
+    MDI_DEVICE void start(const LaneRow& row) {
+        load_scales(row);
 #pragma unroll
         for (int piece = 0; piece < 4; ++piece) load(row, piece);
     }
 };
 
-// Where a lane's two chunks of atom 0 lie in a K tile. Eight neighbouring lanes (two rows, the even or the odd chunks) hit
-// eight different bank groups.
+// Where a lane's four chunks of atom 0 lie in a K tile. Eight neighbouring lanes (four rows, two chunks each) hit eight
+// different bank groups.
 struct TileWriter {
-    uint8_t* chunk[2];
+    uint8_t* chunk[4];
 
-    MDI_DEVICE TileWriter(uint8_t* tile, int row, int part) {
+    MDI_DEVICE TileWriter(uint8_t* tile, int row, int half) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) chunk[i] = tile + atom_offset(row, part * 2 + i);
+        for (int i = 0; i < 4; ++i) chunk[i] = tile + atom_offset(row, half * 4 + i);
     }
     MDI_DEVICE void store(int atom, int i, const uint4& v) const { *reinterpret_cast<uint4*>(chunk[i] + atom * kAtomBytes) = v; }
 };
 
-// Both write the two atoms of a quarter and refill the registers that they empty. scales: the row's bytes for these atoms.
-template <int kQuarter>
-MDI_DEVICE void write_compressed(const TileWriter& to, Packed& from, const uint32_t (&scales)[2], const LaneRow& next, int part) {
-    uint32_t factor[2];
-    fp4_factors((scales[0] >> (8 * part) & 0xffu) | (scales[1] >> (8 * part) & 0xffu) << 8, factor);
+MDI_DEVICE void write_compressed_row(const TileWriter& to, Packed& from, const LaneRow& next, int half) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to.store(2 * kQuarter + i / 2, i % 2, expand_fp4(from.codes[kQuarter * 4 + i], factor[i / 2]));
-    from.load(next, kQuarter);
+    for (int atom = 0; atom < kAtoms; ++atom) {
+        uint32_t factor[2];
+        fp4_factors(from.scales[atom] >> (16 * half), factor);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to.store(atom, i, expand_fp4(from.codes[atom * 4 + i], factor[i / 2]));
+        if (atom % 2 == 1) from.load(next, atom / 2);
+    }
+    from.load_scales(next);
 }
 
-template <int kQuarter>
-MDI_DEVICE void write_window(const TileWriter& to, Packed& from, uint32_t scales, const LaneRow& row, const LaneRow& next, int part) {
+MDI_DEVICE void write_window_row(const TileWriter& to, Packed& from, const LaneRow& row, const LaneRow& next, int half) {
 #pragma unroll
-    for (int atom = 2 * kQuarter; atom < 2 * kQuarter + 2; ++atom) {
-        const uint32_t factor = fp8_factor(scales >> (16 * (atom % 2) + 8 * (part / 2)) & 0xffu);
-        const uint32_t* codes = from.codes + atom % 4 * 4;
+    for (int atom = 0; atom < kAtoms; ++atom) {
+        const uint32_t factor = fp8_factor(from.scales[atom / 2] >> (16 * (atom % 2) + 8 * half) & 0xffu);
+        const uint32_t* codes = from.codes + atom % 4 * 8;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) to.store(atom, i, expand_fp8(codes[2 * i], codes[2 * i + 1], factor));
+        for (int i = 0; i < 4; ++i) to.store(atom, i, expand_fp8(codes[2 * i], codes[2 * i + 1], factor));
         if (atom < 4) {
             from.load(row, atom + 4);
         } else {
             from.load(next, atom - 4);
         }
     }
+    from.load_scales(next);
 }
 
 MDI_DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
@@ -281,29 +269,30 @@ struct Producer {
     int thread, warp, lane;
 
     MDI_DEVICE Producer(const SparseParams& p, SharedStorage& s)
-        : params(p), shared(s), thread(threadIdx.x - kConsumers * kGroupThreads), warp(thread / 32), lane(thread % 32) {}
+        : params(p), shared(s), thread(threadIdx.x % kGroupThreads), warp(thread / 32), lane(thread % 32) {}
 
     MDI_DEVICE const bf16* query(int item, int& num_heads) const {
-        const int first_head = first_head_of(params, item);
+        const int blocks = heads_per_token_blocks(params), first_head = item % blocks * kHeads;
         num_heads = min_of(kHeads, params.num_heads - first_head);
-        return params.q + token_of(params, item) * params.q_stride_token + static_cast<int64_t>(first_head) * kHeadDim;
+        return params.q + item / blocks * params.q_stride_token + static_cast<int64_t>(first_head) * kHeadDim;
     }
 
     // Q of an item: copied as it is, then permuted in place by the thread that copied it.
     MDI_DEVICE void load_query(int item, int item_count) {
-        constexpr int kStep = kProducerThreads / 64;  // 64 chunks a row
         int num_heads;
         const bf16* from = query(item, num_heads);
         ptx::mbarrier_wait(address_of(&shared.q_empty), (item_count & 1) ^ 1);
         const int chunk = thread % 64;
         uint8_t* to = shared.q + chunk / 8 * kAtomBytes;
-        for (int head = thread / 64; head < num_heads; head += kStep) {
-            ptx::cp_async_16(address_of(to + atom_offset(head, chunk % 8)), from + head * kHeadDim + chunk * 8);
+        for (int head = thread / 64; head < kHeads; head += 2) {
+            if (head < num_heads) {
+                ptx::cp_async_16(address_of(to + atom_offset(head, chunk % 8)), from + head * kHeadDim + chunk * 8);
+            }
         }
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
-#pragma unroll 2
-        for (int head = thread / 64; head < kHeads; head += kStep) {
+#pragma unroll 4
+        for (int head = thread / 64; head < kHeads; head += 2) {
             uint4* at = reinterpret_cast<uint4*>(to + atom_offset(head, chunk % 8));
             uint4 v = make_uint4(0, 0, 0, 0);
             if (head < num_heads) v = *at;
@@ -315,45 +304,23 @@ struct Producer {
         const int next = item + gridDim.x;
         if (next < num_items(params)) {
             const uint8_t* line = reinterpret_cast<const uint8_t*>(query(next, num_heads));
-            for (int i = thread; i < num_heads * kHeadDim * 2 / 128; i += kProducerThreads) prefetch_l2(line + i * 128);
-        }
-    }
-
-    // One quarter of the row's step, from registers to the K tile. Rows of a warp may differ in kind.
-    template <int kQuarter>
-    MDI_DEVICE void write_quarter(const TileWriter& to, Packed& packed, const LaneRow& row, const LaneRow& next, int part,
-                                  int buffer) const {
-        const uint32_t scales[2] = {__shfl_sync(~0u, packed.scales[0], (lane & ~3) + kQuarter),
-                                    __shfl_sync(~0u, packed.scales[1], (lane & ~3) + kQuarter)};
-        if (row.window) {
-            write_window<kQuarter>(to, packed, scales[0], row, next, part);
-        } else {
-            write_compressed<kQuarter>(to, packed, scales, next, part);
-        }
-        if (kQuarter == kQuarters - 1) packed.load_scales(next, part);
-        __syncwarp();
-        // The fence between these stores and the wgmma that reads them is the consumer's: here it would wait for the loads of
-        // the next step.
-        const uint32_t valid = kQuarter == kQuarters - 1 ? row.valid() : 0;
-        if (lane == 0) {
-            if (kQuarter == kQuarters - 1) reinterpret_cast<uint8_t*>(shared.valid[buffer])[warp] = static_cast<uint8_t>(valid);
-            ptx::mbarrier_arrive(address_of(&shared.full[buffer][kQuarter]));
+            for (int i = thread; i < num_heads * kHeadDim * 2 / 128; i += kGroupThreads) prefetch_l2(line + i * 128);
         }
     }
 
     MDI_DEVICE void run() {
         Cursor at(params, blockIdx.x);
         if (at.done(params)) return;
-        const int tile_row = warp * kWarpRows + lane / 4, part = lane % 4;
+        const int tile_row = warp * kWarpRows + lane / 2, half = lane % 2;
         // Three steps are under way: one in registers, the row numbers of the next known, those of the one after that on their
         // way.
         LaneRow row, next_row;
-        row.settle(params, LaneRow::load(params, at, at.step * kSlots + tile_row), at.step * kSlots + tile_row, part);
+        row.settle(params, LaneRow::load(params, at, at.step * kSlots + tile_row), at.step * kSlots + tile_row, half);
         Cursor ahead = at;
         ahead.advance(params);
-        next_row.settle(params, LaneRow::load(params, ahead, ahead.step * kSlots + tile_row), ahead.step * kSlots + tile_row, part);
+        next_row.settle(params, LaneRow::load(params, ahead, ahead.step * kSlots + tile_row), ahead.step * kSlots + tile_row, half);
         Packed packed = {};
-        packed.start(row, part);
+        packed.start(row);
 
         int item_count = 0;
         for (int b = 0; !at.done(params); ++b) {
@@ -363,16 +330,21 @@ struct Producer {
             const int slot_ahead = ahead.step * kSlots + tile_row;
             const int idx_ahead = LaneRow::load(params, ahead, slot_ahead);
 
-            const TileWriter to(shared.k[buffer], tile_row, part);
-            const uint32_t parity = (b >> 1 & 1) ^ 1;
-            ptx::mbarrier_wait(address_of(&shared.empty[buffer][0]), parity);
-            write_quarter<0>(to, packed, row, next_row, part, buffer);
-            write_quarter<1>(to, packed, row, next_row, part, buffer);
-            ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
-            write_quarter<2>(to, packed, row, next_row, part, buffer);
-            write_quarter<3>(to, packed, row, next_row, part, buffer);
+            ptx::mbarrier_wait(address_of(&shared.empty[buffer]), (b >> 1 & 1) ^ 1);
+            const TileWriter to(shared.k[buffer], tile_row, half);
+            if (row.window) {
+                write_window_row(to, packed, row, next_row, half);
+            } else {
+                write_compressed_row(to, packed, next_row, half);
+            }
+            __syncwarp();
+            if (lane == 0) reinterpret_cast<uint16_t*>(shared.valid[buffer])[warp] = static_cast<uint16_t>(row.valid);
+            __syncwarp();
+            // The fence between these stores and the wgmma that reads them is the consumer's: here it would wait for the loads
+            // of the next step.
+            if (lane == 0) ptx::mbarrier_arrive(address_of(&shared.full[buffer]));
             row = next_row;
-            next_row.settle(params, idx_ahead, slot_ahead, part);
+            next_row.settle(params, idx_ahead, slot_ahead, half);
             if (step == 0) load_query(item, item_count++);
         }
     }
@@ -385,7 +357,7 @@ struct Consumer {
     SharedStorage& shared;
     const int group, other;          // this consumer, 0 or 1, and the other one
     int warp, lane, row;             // row: the thread's first head in the tile, the second is row + 8
-    float o[2][kHalfDims / 4];       // 64 heads x two times 128 dims over the warpgroup
+    float o[kHalfDims / 2];          // 64 heads x 256 dims over the warpgroup
     float m[2], sum[2];              // running maximum, and the sum over this consumer's own steps
 
     MDI_DEVICE Consumer(const SparseParams& p, SharedStorage& s, int consumer) : params(p), shared(s), group(consumer), other(consumer ^ 1) {
@@ -409,7 +381,7 @@ struct Consumer {
         sum[1] *= alpha[1];
         if (started && __any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f)) {
 #pragma unroll
-            for (int i = 0; i < kHalfDims / 2; ++i) o[i / 64][i % 64] *= alpha[i / 2 % 2];
+            for (int i = 0; i < kHalfDims / 2; ++i) o[i] *= alpha[i / 2 % 2];
         }
     }
 
@@ -423,34 +395,28 @@ struct Consumer {
         const float new_max[2] = {shared.row_max[other][row], shared.row_max[other][row + 8]};
         rescale(new_max, started);
         const Descriptor p(shared.p[other], 16), v = values(other);
-        fence_registers(o[0]);
-        fence_registers(o[1]);
+        fence_registers(o);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kSlots / 16; ++k) {
-            wgmma_bf16_ss<kHalfDims / 2, 0, 1>(o[0], p.at(k * 32), v.at(k * 2048), started || k > 0);
-            wgmma_bf16_ss<kHalfDims / 2, 0, 1>(o[1], p.at(k * 32), v.at(k * 2048 + 2 * kAtomBytes), started || k > 0);
+            wgmma_bf16_ss<kHalfDims, 0, 1>(o, p.at(k * 32), v.at(k * 2048), started || k > 0);
         }
         wgmma_commit();
     }
 
-    // S = Q K^T of this consumer's own step b, one quarter of the dims a group
-    template <int kFirst, int kEnd>
+    // S = Q K^T of this consumer's own step b
     MDI_DEVICE void start_scores(float (&s)[kSlots / 2], int b) const {
+        ptx::mbarrier_wait(address_of(&shared.full[group]), b >> 1 & 1);
+        ptx::fence_proxy_async();  // the producer's stores to K, for the wgmma of both consumers (p_ready orders the other)
         const Descriptor q(shared.q, 16), k(shared.k[group], 16);
+        fence_registers(s);
+        wgmma_fence();
 #pragma unroll
-        for (int quarter = kFirst; quarter < kEnd; ++quarter) {
-            ptx::mbarrier_wait(address_of(&shared.full[group][quarter]), b >> 1 & 1);
-            ptx::fence_proxy_async();  // the producer's stores to K, for the wgmma of both consumers (p_ready orders the other)
-            if (quarter == 0) fence_registers(s);
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const uint32_t offset = (2 * quarter + i / 4) * kAtomBytes + i % 4 * 32;
-                wgmma_bf16_ss<kSlots>(s, q.at(offset), k.at(offset), quarter + i > 0);
-            }
-            wgmma_commit();
+        for (int i = 0; i < kHeadDim / 16; ++i) {
+            const uint32_t offset = i / 4 * kAtomBytes + i % 4 * 32;
+            wgmma_bf16_ss<kSlots>(s, q.at(offset), k.at(offset), i > 0);
         }
+        wgmma_commit();
     }
 
     // Scales and masks the scores, and returns the new running maximum (equal in the four lanes of a row).
@@ -501,27 +467,23 @@ struct Consumer {
     // O += P V of the own step, P from registers
     MDI_DEVICE void own_values(uint32_t (&p)[kSlots / 4], bool started) {
         const Descriptor v = values(group);
-        fence_registers(o[0]);
-        fence_registers(o[1]);
+        fence_registers(o);
         fence_registers(p);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kSlots / 16; ++k) {
             const uint32_t a[4] = {p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]};
-            wgmma_bf16_rs<kHalfDims / 2, 1>(o[0], a, v.at(k * 2048), started || k > 0);
-            wgmma_bf16_rs<kHalfDims / 2, 1>(o[1], a, v.at(k * 2048 + 2 * kAtomBytes), started || k > 0);
+            wgmma_bf16_rs<kHalfDims, 1>(o, a, v.at(k * 2048), started || k > 0);
         }
         wgmma_commit();
         wgmma_wait<0>();
-        fence_registers(o[0]);
-        fence_registers(o[1]);
+        fence_registers(o);
     }
 
     MDI_DEVICE void finish_other() {
         wgmma_wait<0>();
-        fence_registers(o[0]);
-        fence_registers(o[1]);
-        arrive(shared.empty[other][group]);
+        fence_registers(o);
+        arrive(shared.empty[other]);
     }
 
     // When a consumer adds the values of the other's step b - 1: not at all (b is the first of the item), before its own
@@ -535,17 +497,16 @@ struct Consumer {
         uint32_t p[kSlots / 4];
         if constexpr (kWhen == Other::kBefore) {
             start_other(b - 1, !is_second);
-            start_scores<0, 2>(s, b);
-            wgmma_wait<2>();
-            arrive(shared.empty[other][group]);
-            start_scores<2, 4>(s, b);
+            start_scores(s, b);
+            wgmma_wait<1>();
+            arrive(shared.empty[other]);
             wgmma_wait<0>();
         } else if constexpr (kWhen == Other::kAfter) {
-            start_scores<0, 4>(s, b);
+            start_scores(s, b);
             start_other(b - 1, !is_second);
             wgmma_wait<1>();
         } else {
-            start_scores<0, 4>(s, b);
+            start_scores(s, b);
             wgmma_wait<0>();
         }
         fence_registers(s);
@@ -554,15 +515,14 @@ struct Consumer {
         probabilities(s, new_max, part, p);
         if constexpr (kWhen == Other::kAfter) {
             wgmma_wait<0>();
-            arrive(shared.empty[other][group]);
+            arrive(shared.empty[other]);
         }
-        fence_registers(o[0]);
-        fence_registers(o[1]);
+        fence_registers(o);
         rescale(new_max, kWhen != Other::kNone);
         sum[0] += part[0];
         sum[1] += part[1];
         own_values(p, kWhen != Other::kNone);
-        arrive(shared.empty[group][group]);
+        arrive(shared.empty[group]);
     }
 
     // Steps first..last of one item; step b is in K tile b % 2, which is also the consumer it belongs to.
@@ -588,7 +548,7 @@ struct Consumer {
 
     // o / (l + exp(sink - m)), rounded, through the consumer's P buffer to 16-byte stores.
     MDI_DEVICE void store(int item, int item_count) {
-        const int first_head = first_head_of(params, item);
+        const int blocks = heads_per_token_blocks(params), first_head = item % blocks * kHeads;
         const int num_heads = min_of(kHeads, params.num_heads - first_head);
         float(&sums)[kConsumers][kHeads] = shared.row_sum[item_count & 1];
         float factor[2], sink[2];
@@ -609,7 +569,7 @@ struct Consumer {
             factor[f] = valid_sum == 0.f ? 0.f : kKeyFactor / total;          // 0: no valid lane (the largest p is 1)
         }
         const int first_row = threadIdx.x % kGroupThreads / 8, chunk = threadIdx.x % 8;
-        bf16* out = params.out + (static_cast<int64_t>(token_of(params, item)) * params.num_heads + first_head + first_row) * kHeadDim +
+        bf16* out = params.out + (static_cast<int64_t>(item / blocks) * params.num_heads + first_head + first_row) * kHeadDim +
                     group * kHalfDims + chunk * 8;
         const AtomWriter stage(shared.p[group], warp, lane);
         const uint8_t* staged = shared.p[group] + atom_offset(first_row, chunk);  // row + 16 has the same swizzle
@@ -618,7 +578,7 @@ struct Consumer {
             uint32_t pairs[16];
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
-                const float* value = o[part / 2] + part % 2 * 32 + 2 * i;
+                const float* value = o + part * 32 + 2 * i;
                 pairs[i] = ptx::pack_bf16x2(value[0] * factor[i % 2], value[1] * factor[i % 2]);
             }
             stage.store(pairs);
@@ -635,9 +595,9 @@ struct Consumer {
     }
 
     MDI_DEVICE void store_zeros(int item) const {
-        const int first_head = first_head_of(params, item);
+        const int blocks = heads_per_token_blocks(params), first_head = item % blocks * kHeads;
         const int num_heads = min_of(kHeads, params.num_heads - first_head);
-        bf16* out = params.out + (static_cast<int64_t>(token_of(params, item)) * params.num_heads + first_head) * kHeadDim;
+        bf16* out = params.out + (static_cast<int64_t>(item / blocks) * params.num_heads + first_head) * kHeadDim;
         for (int i = threadIdx.x; i < num_heads * kHeadDim / 8; i += kConsumers * kGroupThreads) {
             reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
         }
@@ -667,17 +627,17 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) {
-            for (uint64_t& full : shared.full[i]) ptx::mbarrier_init(address_of(&full), kProducerWarps);  // a lane of each
-            for (uint64_t& empty : shared.empty[i]) ptx::mbarrier_init(address_of(&empty), 4);      // a lane of each warp of the consumer
+            ptx::mbarrier_init(address_of(&shared.full[i]), 4);            // a lane of each producer warp
+            ptx::mbarrier_init(address_of(&shared.empty[i]), 8);           // a lane of each consumer warp
             ptx::mbarrier_init(address_of(&shared.p_ready[i]), 4);         // a lane of each warp of consumer i
         }
-        ptx::mbarrier_init(address_of(&shared.q_full), kProducerWarps);    // a lane of each
+        ptx::mbarrier_init(address_of(&shared.q_full), 4);                 // a lane of each producer warp
         ptx::mbarrier_init(address_of(&shared.q_empty), 8);
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
     const int role = threadIdx.x / kGroupThreads;
-    if (role >= kConsumers) {
+    if (role == kConsumers) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
         Producer(params, shared).run();
     } else {
