@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,8 +21,7 @@ from mini_deepinfer.engram import (
     token_map_from_tokenizer,
 )
 from mini_deepinfer.weights import EngramTable
-
-TINY_A = Path(__file__).parents[1] / "data" / "tiny-a"
+from tests.golden import TINY_A
 
 RELEASED_MULTIPLIERS = {
     1: [76632096046245, 4839876093313, 35959672319349, 73987337458391],

@@ -29,7 +29,7 @@ def tokens(outputs) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def alone(cuda: torch.device) -> list[list[int]]:
     """Each prompt by itself, in one chunk."""
     llm = engine(max_num_batched_tokens=256, enable_prefix_caching=False)
