@@ -141,17 +141,23 @@ MDI_DEVICE int length_of(const SparseParams& params, int item) {
 // Walks over the steps of this block's items, in order.
 struct Cursor {
     int item, first_slot, num_lanes;
+    int next_length;  // of the next item; in lane 0: a load by all lanes would go to a uniform register and be waited for at once
 
     MDI_DEVICE Cursor(const SparseParams& params, int first_item)
-        : item(first_item), first_slot(0), num_lanes(lanes_of(params, length_of(params, first_item))) {
+        : item(first_item), first_slot(0), num_lanes(lanes_of(params, length_of(params, first_item))), next_length(0) {
+        load_next(params);
         skip_empty(params);
+    }
+    MDI_DEVICE void load_next(const SparseParams& params) {
+        if (threadIdx.x % 32 == 0) next_length = length_of(params, item + gridDim.x);
     }
     MDI_DEVICE bool done(const SparseParams& params) const { return item >= num_items(params); }
     MDI_DEVICE void skip_empty(const SparseParams& params) {
         while (first_slot >= num_lanes) {
             item += gridDim.x;
             if (done(params)) return;
-            num_lanes = lanes_of(params, length_of(params, item));
+            num_lanes = lanes_of(params, __shfl_sync(~0u, next_length, 0));
+            load_next(params);
             first_slot = 0;
         }
     }
@@ -663,10 +669,11 @@ struct Consumer {
 
     MDI_DEVICE void run() {
         int b = 0, item_count = 0;  // steps and non-empty items so far, as the producer counts them
-        int length = length_of(params, blockIdx.x);
-        for (int item = blockIdx.x; item < num_items(params); item += gridDim.x) {
+        int length = length_of(params, blockIdx.x), next_length = 0;
+        for (int item = blockIdx.x; item < num_items(params); item += gridDim.x, length = __shfl_sync(~0u, next_length, 0)) {
             const int num_steps = (lanes_of(params, length) + kSlots - 1) / kSlots;
-            length = length_of(params, item + gridDim.x);  // arrives under this item's work
+            // Arrives under this item's work; a load by all lanes would go to a uniform register, which is waited for at once.
+            if (lane == 0) next_length = length_of(params, item + gridDim.x);
             if (num_steps == 0) {
                 store_zeros(item);
                 continue;
