@@ -5,13 +5,13 @@
 // to expand 32,768 elements about 1,000 of each scheduler. Packed rows from L2: 18 (FP4) or 33 KiB (FP8), a third of bf16
 // keys. 10 steps a token, 31 tokens an SM: 0.39 ms at 1.755 GHz if the three overlap.
 //
-// Before tiles were handed over in parts and producers doubled: 0.95 ms on an H200 (T=4096, 640 slots, model-like indices), 363
-// TFLOP/s, about 4,400 clocks a step. Counted in the SASS: one producer warpgroup needs 1,000 (FP4) to 1,900 clocks (FP8) of
-// issue a step plus its waits for shared memory, the softmax 650; with two whole tiles as the unit, fill, S, softmax and
-// values of a tile came one after the other and most of the fill was not covered. Not measured again yet.
+// Measured on an H200 (T=4096, 640 slots, model-like indices): whole tiles, one producer warpgroup with the packed rows on
+// their way in registers 0.95 ms (2.5 us a compressed step); tiles in parts, two producer warpgroups, still registers 1.04 ms
+// (3.0 us; 128 slots 0.30 after 0.33 ms). ptxas has all register loads in flight share a scoreboard, so that the L2 latency
+// was waited for once a step in the first and four times in the second. Through shared memory, as now: not measured yet.
 //
 // One persistent block per SM walks over (token, 64 heads) items; four warpgroups:
-//   producers (warpgroups 2 and 3, 64 registers): fetch packed rows by index into registers, a step ahead, four lanes a row, and
+//   producers (warpgroups 2 and 3, 64 registers): copy packed rows by index to shared memory, a step ahead, four lanes a row, and
 //     expand them to bf16 in the free one of two K tiles; copy Q under the first tile of its item;
 //   consumers (warpgroups 0 and 1, 192 registers): step b belongs to consumer b % 2, which makes S = Q K^T (m64n64k16) and
 //     the softmax, and hands P (bf16) and the running maximum to the other through shared memory. Both add P V to their half
@@ -22,7 +22,7 @@
 // S was complete before; p_ready[2] P and maximum of a step published (they are free again when the last full[] of the step
 // after next completes, because that needs both empty[]); q_full, q_empty per item.
 //
-// Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, statistics and barriers 1.6 KiB = 209.6 KiB. Tiles are atoms of 64
+// Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, packed rows 16 KiB, statistics and barriers 1.6 KiB = 225.6 KiB. Tiles are atoms of 64
 // columns (128 bytes a row) under the 128-byte swizzle: K-major for Q, K in S and P, MN-major for V = the same K tile.
 // Tiles are in the order and scale of row_codec.cuh: Q is permuted on its way in and O on its way out; the scale of S and the
 // last factor of O take the key factor back, exactly.
