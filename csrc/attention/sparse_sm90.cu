@@ -22,8 +22,8 @@
 // S was complete before; p_ready[2] P and maximum of a step published (they are free again when the last full[] of the step
 // after next completes, because that needs both empty[]); q_full, q_empty per item.
 //
-// Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, packed rows 16 KiB, statistics and barriers 1.6 KiB = 225.6 KiB. Tiles are atoms of 64
-// columns (128 bytes a row) under the 128-byte swizzle: K-major for Q, K in S and P, MN-major for V = the same K tile.
+// Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, packed rows 16 KiB, statistics and barriers 1.6 KiB = 225.6 KiB. Tiles are
+// atoms of 64 columns (128 bytes a row) under the 128-byte swizzle: K-major for Q, K in S and P, MN-major for V = the same K tile.
 // Tiles are in the order and scale of row_codec.cuh: Q is permuted on its way in and O on its way out; the scale of S and the
 // last factor of O take the key factor back, exactly.
 //
@@ -317,7 +317,7 @@ struct Producer {
     MDI_DEVICE void finish_query(int item) const {
         const int num_heads = min_of(kHeads, params.num_heads - first_head_of(params, item)), chunk = thread % 64;
         uint8_t* to = shared.q + chunk / 8 * kAtomBytes;
-        ptx::cp_async_wait<0>();
+        ptx::cp_async_wait<4>();  // the tile just written committed at least four groups after it, the next step's rows
 #pragma unroll 2
         for (int head = thread / 64; head < kHeads; head += kProducerThreads / 64) {
             uint4* at = reinterpret_cast<uint4*>(to + atom_offset(head, chunk % 8));
