@@ -22,7 +22,7 @@
 // S was complete before; p_ready[2] P and maximum of a step published (they are free again when the last full[] of the step
 // after next completes, because that needs both empty[]); q_full, q_empty per item.
 //
-// Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, packed rows 16 KiB, statistics and barriers 1.6 KiB = 225.6 KiB. Tiles are
+// Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, packed rows 16 KiB, the rest 2.2 KiB = 226.2 KiB. Tiles are
 // atoms of 64 columns (128 bytes a row) under the 128-byte swizzle: K-major for Q, K in S and P, MN-major for V = the same K tile.
 // Tiles are in the order and scale of row_codec.cuh: Q is permuted on its way in and O on its way out; the scale of S and the
 // last factor of O take the key factor back, exactly.
@@ -68,6 +68,7 @@ struct SharedStorage {
     uint4 staged[4][kProducerThreads];      // packed bytes on their way, a column per producer thread
     float row_max[kConsumers][kHeads];      // running maximum after the consumer's latest step
     float row_sum[2][kConsumers][kHeads];   // by parity of the item
+    float sink[kMaxHeads];
     uint32_t valid[2][2];                   // bit s: slot s of the step may be seen; a byte per producer warp
     uint64_t full[2][kQuarters], empty[2][kConsumers], p_ready[kConsumers], q_full, q_empty;
 };
@@ -615,7 +616,7 @@ struct Consumer {
         float factor[2], sink[2];
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
-            sink[f] = row + 8 * f < num_heads ? __ldg(params.sink + first_head + row + 8 * f) : 0.f;
+            sink[f] = row + 8 * f < num_heads ? shared.sink[first_head + row + 8 * f] : 0.f;
             sum[f] += __shfl_xor_sync(~0u, sum[f], 1);
             sum[f] += __shfl_xor_sync(~0u, sum[f], 2);
             if (lane % 4 == 0) sums[group][row + 8 * f] = sum[f];
@@ -700,6 +701,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
         ptx::mbarrier_init(address_of(&shared.q_empty), 8);
         ptx::fence_mbarrier_init();
     }
+    if (static_cast<int>(threadIdx.x) < params.num_heads) shared.sink[threadIdx.x] = __ldg(params.sink + threadIdx.x);
     __syncthreads();
     const int role = threadIdx.x / kGroupThreads;
     if (role >= kConsumers) {
