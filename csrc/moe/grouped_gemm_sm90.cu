@@ -15,6 +15,7 @@
 //     in turns: four wgmma m64nNk32 on the fragments of this stage
 //     in the other's turn: add the tensor core's sums, which have about 14 bits, to fp32 sums (promotion every 128),
 //     and expand the next stage's weights, the first two fragments as soon as their wgmma are through
+//     (the first stage of the next tile during the last one of this)
 // Wide tiles because the expansion costs the same for any number of rows: one turn of 112 rows is 224 tensor cycles, the
 // other work about 160 issue cycles. Registers set the limit: 224 rows are 112 fp32 sums and 56 of the tensor core.
 // Lane t of a quad owns scale group t of the 128 columns, 16 bytes per weight row: word j of them is its part of the
@@ -295,6 +296,15 @@ __device__ __forceinline__ void arrive_in_block(uint32_t barrier, uint32_t rank)
 #endif
 }
 
+// gridDim.x / kCluster, read where it is wanted
+__device__ __forceinline__ int num_clusters() {
+    uint32_t blocks = gridDim.x;
+#if defined(__CUDA_ARCH__)
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+#endif
+    return static_cast<int>(blocks) / kCluster;
+}
+
 // Turns: the warpgroups issue their wgmma one after the other, so that each has the time of the other's to promote its
 // sums and to expand weights; without turns both wait for the tensor cores, then both leave them idle.
 constexpr int kTurnBarrier = 3;  // + group: named barriers of 256 threads
@@ -320,13 +330,14 @@ struct Consumer {
         ptx::mbarrier_wait(ptx::smem_address(&shared.full[ring.stage]), ring.phase);
     }
 
-    // One step: multiply each half of the rows with the fragments `a`, then replace those with the next step's.
+    // One step: multiply each half of the rows with the fragments `a`, then replace those with the next stage's, which may
+    // be the next tile's. Without a next stage (`more` is false) old bytes are read and the fragments not used.
     template <int kN, int kHalves>
-    __device__ __forceinline__ void run_step(int step, int num_steps, bool never, uint32_t (&a)[4][4], float (&part)[kN / 2],
+    __device__ __forceinline__ void run_step(bool more, bool never, uint32_t (&a)[4][4], float (&part)[kN / 2],
                                              float (&sums)[kHalves][kN / 2]) {
         const uint64_t descriptor = smem_descriptor_k128(ptx::smem_address(shared.ring[ring.stage]));
         const uint32_t empty = ptx::smem_address(&shared.empty[ring.stage]);
-        const bool has_next = step + 1 < num_steps;
+        RawWeights raw;
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
             const bool last = half == kHalves - 1;
@@ -339,11 +350,8 @@ struct Consumer {
             }
             wgmma_commit();
             ptx::named_barrier_arrive(kTurnBarrier + (group ^ 1), 256);
-            RawWeights raw;
-            if (last && has_next) {
-                ring.advance();
-                wait_stage();
-                read_weights<0>(shared, ring.stage, group * 128 + thread, raw);
+            if (kHalves == 1) read_next(more, raw);
+            if (last && more) {  // the branch keeps ptxas from moving the expansion behind the second wait
                 wgmma_wait<1>();
                 fence_registers(a[0]);
                 fence_registers(a[1]);
@@ -354,14 +362,29 @@ struct Consumer {
             wgmma_wait<0>();
             fence_registers(part);
             if (last && thread % 32 < kCluster) arrive_in_block(empty, thread % 32);  // this warp is done with the stage in both blocks
+            if (last) read_weights<2>(shared, ring.stage, group * 128 + thread, raw);
 #pragma unroll
             for (int i = 0; i < kN / 2; ++i) sums[half][i] += part[i];
-            if (last && has_next) {
-                read_weights<2>(shared, ring.stage, group * 128 + thread, raw);
-                expand_weights<2>(raw, a);
-            }
+            if (last) expand_weights<2>(raw, a);
+            else read_next(more, raw);
         }
-        if (!has_next) ring.advance();
+    }
+
+    // On to the next stage, and its first weights
+    __device__ __forceinline__ void read_next(bool more, RawWeights& raw) {
+        ring.advance();
+        if (more) wait_stage();
+        read_weights<0>(shared, ring.stage, group * 128 + thread, raw);
+    }
+
+    // The first fragments of all
+    __device__ __forceinline__ void begin(uint32_t (&a)[4][4]) {
+        wait_stage();
+        RawWeights raw;
+        read_weights<0>(shared, ring.stage, group * 128 + thread, raw);
+        expand_weights<0>(raw, a);
+        read_weights<2>(shared, ring.stage, group * 128 + thread, raw);
+        expand_weights<2>(raw, a);
     }
 
     // Everything the epilogue wants from global memory, requested before anything waits.
@@ -430,7 +453,7 @@ struct Consumer {
 
     // One tile of kHalves * kN rows
     template <int kN, int kHalves>
-    __device__ __forceinline__ void run_tile() {
+    __device__ __forceinline__ void run_tile(uint32_t (&a)[4][4]) {
         const int num_steps = ceil_div(p.k, kBlockK);
         // the first product of a chain must not see a constant: ptxas would add a fence (wgmma_sm90.cuh)
         const bool never = p.num_out < 0;
@@ -441,15 +464,9 @@ struct Consumer {
 #pragma unroll
             for (int half = 0; half < kHalves; ++half) sums[half][i] = 0.0f;
         }
-        uint32_t a[4][4];
         reload_thread();
-        wait_stage();
-        RawWeights raw;
-        read_weights<0>(shared, ring.stage, group * 128 + thread, raw);
-        expand_weights<0>(raw, a);
-        read_weights<2>(shared, ring.stage, group * 128 + thread, raw);
-        expand_weights<2>(raw, a);
-        for (int step = 0; step < num_steps; ++step) run_step<kN, kHalves>(step, num_steps, never, a, part, sums);
+        const bool has_next = shared.tile[group * 128 + thread] + num_clusters() < shared.num_tiles;
+        for (int step = 0; step < num_steps; ++step) run_step<kN, kHalves>(step + 1 < num_steps || has_next, never, a, part, sums);
         reload_thread();
         const int rank = static_cast<int>(ptx::cluster_rank());
         const Work work = find_work(shared, p, shared.tile[group * 128 + thread], rank);  // again: see SharedStorage::tile
@@ -464,30 +481,23 @@ struct Consumer {
     }
 };
 
-// gridDim.x / kCluster, read where it is wanted
-__device__ __forceinline__ int num_clusters() {
-    uint32_t blocks = gridDim.x;
-#if defined(__CUDA_ARCH__)
-    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
-#endif
-    return static_cast<int>(blocks) / kCluster;
-}
-
 __device__ __forceinline__ void consume(SharedStorage& shared, const GroupedGemmSm90Params& p) {
     Consumer consumer{shared, p, static_cast<int>(threadIdx.x) % 128, static_cast<int>(threadIdx.x) / 128 - 1, {}};
     int tile = static_cast<int>(blockIdx.x) / kCluster;
     if (tile >= shared.num_tiles) return;
     if (consumer.group == 1) ptx::named_barrier_arrive(kTurnBarrier, 256);  // warpgroup 0 begins
+    uint32_t a[4][4];
+    consumer.begin(a);
     int& own = shared.tile[threadIdx.x - 128];
     for (own = tile; own < shared.num_tiles; own += num_clusters()) {
         switch (find_work(shared, p, own, static_cast<int>(ptx::cluster_rank())).width) {
-            case 32: consumer.run_tile<32, 1>(); break;
-            case 64: consumer.run_tile<64, 1>(); break;
-            case 96: consumer.run_tile<96, 1>(); break;
-            case 128: consumer.run_tile<128, 1>(); break;
-            case 160: consumer.run_tile<80, 2>(); break;
-            case 192: consumer.run_tile<96, 2>(); break;
-            default: consumer.run_tile<112, 2>(); break;
+            case 32: consumer.run_tile<32, 1>(a); break;
+            case 64: consumer.run_tile<64, 1>(a); break;
+            case 96: consumer.run_tile<96, 1>(a); break;
+            case 128: consumer.run_tile<128, 1>(a); break;
+            case 160: consumer.run_tile<80, 2>(a); break;
+            case 192: consumer.run_tile<96, 2>(a); break;
+            default: consumer.run_tile<112, 2>(a); break;
         }
     }
     if (consumer.group == 0) ptx::named_barrier_sync(kTurnBarrier, 256);  // takes the last turn that warpgroup 1 gave
@@ -520,6 +530,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
         ptx::fence_mbarrier_init();
     }
     if (thread >= 32 && thread < 48) shared.magnitudes[thread - 32] = magnitude_bytes(thread - 32);
+    for (int i = thread; i < kStages * kColumns; i += kThreads) shared.shifts[i / kColumns][i % kColumns] = 0;  // run_step may read an empty stage
     Scheduler::build(shared.tiles, params.offsets, params.num_experts);
     const int num_tiles = Scheduler::num_tiles(shared.tiles, params.num_experts, params.num_out);
     if (thread == 0) shared.num_tiles = num_tiles;
