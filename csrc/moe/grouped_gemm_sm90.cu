@@ -5,7 +5,7 @@
 //
 // Operands are swapped: the tensor core's M is output columns (weights, from registers), its N is rows (activations,
 // from shared memory). So FP4 is expanded straight into the fragment and never written anywhere, and ragged experts
-// cost rows in steps of 32: an expert's R rows are cut into ceil(R / 224) equal tiles, rounded up to 32.
+// cost rows in steps of 16: an expert's R rows are cut into ceil(R / 224) equal tiles, rounded up to 16.
 //
 // A cluster of two blocks computes 256 columns x up to 224 rows; both need the same rows, each fetches half of them
 // by TMA and multicasts. Block roles (384 threads):
@@ -46,7 +46,7 @@ constexpr int kBlockK = 128;
 constexpr int kStages = 5;
 constexpr int kConsumers = 2;                       // warpgroups
 constexpr int kThreads = 128 * (1 + kConsumers);
-constexpr int kRowStep = 32;                        // the width of a tile is a multiple of it
+constexpr int kRowStep = 16;                        // the width of a tile is a multiple of it
 constexpr int kNumWidths = kMaxRows / kRowStep;
 constexpr int kStageBytes = kMaxRows * kBlockK;
 constexpr int kCodeBytes = kColumns * kBlockK / 2;  // FP4 weights of a stage
@@ -74,7 +74,7 @@ static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory");
 
 // One TMA map of the folded rows for each width: a block's share of the rows is one copy. One of the packed weights.
 struct Maps {
-    CUtensorMap half_of[kNumWidths];  // [width / 32 - 1]: boxes of width / 2 rows
+    CUtensorMap half_of[kNumWidths];  // [width / 16 - 1]: boxes of width / 2 rows
     CUtensorMap codes;                // boxes of 64 bytes x kColumns output columns
 };
 
@@ -83,7 +83,7 @@ struct Work {
     int expert;
     int64_t first_row;  // of out and of folded
     int num_rows;       // 1 .. 224
-    int width;          // num_rows rounded up to 32: the N of the product
+    int width;          // num_rows rounded up to 16: the N of the product
     int first_column;   // of this block
 };
 
@@ -232,57 +232,58 @@ __device__ __forceinline__ void expand_weights(const RawWeights& raw, uint32_t (
 
 // -- product ------------------------------------------------------------------------------------------------------------
 
-// wgmma m64nNk32 e4m3 with A from registers; N = 80, 96 and 112 are not among the common shapes
+// wgmma m64nNk32 e4m3 with A from registers, for the N that are not among the common shapes. C = N / 2 registers of D.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// clang-format off
+#define MDI_TEXT_4 "%0, %1, %2, %3"
+#define MDI_TEXT_8 MDI_TEXT_4 ", %4, %5, %6, %7"
+#define MDI_TEXT_12 MDI_TEXT_8 ", %8, %9, %10, %11"
+#define MDI_TEXT_16 MDI_TEXT_12 ", %12, %13, %14, %15"
+#define MDI_TEXT_20 MDI_TEXT_16 ", %16, %17, %18, %19"
+#define MDI_TEXT_24 MDI_TEXT_20 ", %20, %21, %22, %23"
+#define MDI_TEXT_28 MDI_TEXT_24 ", %24, %25, %26, %27"
+#define MDI_TEXT_32 MDI_TEXT_28 ", %28, %29, %30, %31"
+#define MDI_TEXT_36 MDI_TEXT_32 ", %32, %33, %34, %35"
+#define MDI_TEXT_40 MDI_TEXT_36 ", %36, %37, %38, %39"
+#define MDI_TEXT_44 MDI_TEXT_40 ", %40, %41, %42, %43"
+#define MDI_TEXT_48 MDI_TEXT_44 ", %44, %45, %46, %47"
+#define MDI_TEXT_52 MDI_TEXT_48 ", %48, %49, %50, %51"
+#define MDI_TEXT_56 MDI_TEXT_52 ", %52, %53, %54, %55"
+#define MDI_D_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define MDI_D_8 MDI_D_4, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+#define MDI_D_12 MDI_D_8, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+#define MDI_D_16 MDI_D_12, "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define MDI_D_20 MDI_D_16, "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
+#define MDI_D_24 MDI_D_20, "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+#define MDI_D_28 MDI_D_24, "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27])
+#define MDI_D_32 MDI_D_28, "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define MDI_D_36 MDI_D_32, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+#define MDI_D_40 MDI_D_36, "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+#define MDI_D_44 MDI_D_40, "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43])
+#define MDI_D_48 MDI_D_44, "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+#define MDI_D_52 MDI_D_48, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51])
+#define MDI_D_56 MDI_D_52, "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+// clang-format on
+#define MDI_MULTIPLY(N, C, A0, A1, A2, A3, B, P)                                                                         \
+    if constexpr (kN == N)                                                                                               \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                     \
+                 "k32.f32.e4m3.e4m3 {" MDI_TEXT_##C "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1;\n}\n" \
+                 : MDI_D_##C                                                                                             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor), "r"(static_cast<uint32_t>(accumulate)))
+#endif
+
 template <int kN>
 __device__ __forceinline__ void multiply(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t descriptor, bool accumulate) {
+    if constexpr (kN == 32 || kN == 64 || kN == 128) wgmma_e4m3_rs<kN>(d, a, descriptor, accumulate);
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if constexpr (kN == 80) {
-        asm volatile(
-            "{\n.reg .pred p;\nsetp.ne.b32 p, %45, 0;\nwgmma.mma_async.sync.aligned.m64n80k32.f32.e4m3.e4m3 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-            "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-            "%36, %37, %38, %39}, {%40, %41, %42, %43}, %44, p, 1, 1;\n}\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]),
-              "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-              "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]),
-              "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor), "r"(static_cast<uint32_t>(accumulate)));
-    } else if constexpr (kN == 96) {
-        asm volatile(
-            "{\n.reg .pred p;\nsetp.ne.b32 p, %53, 0;\nwgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-            "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-            "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "
-            "%47}, {%48, %49, %50, %51}, %52, p, 1, 1;\n}\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]),
-              "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-              "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]),
-              "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]),
-              "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor), "r"(static_cast<uint32_t>(accumulate)));
-    } else if constexpr (kN == 112) {
-        asm volatile(
-            "{\n.reg .pred p;\nsetp.ne.b32 p, %61, 0;\nwgmma.mma_async.sync.aligned.m64n112k32.f32.e4m3.e4m3 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-            "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-            "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "
-            "%53, %54, %55}, {%56, %57, %58, %59}, %60, p, 1, 1;\n}\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]),
-              "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-              "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]),
-              "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]),
-              "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]),
-              "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor), "r"(static_cast<uint32_t>(accumulate)));
-    } else {
-        wgmma_e4m3_rs<kN>(d, a, descriptor, accumulate);
-    }
+    MDI_MULTIPLY(16, 8, 8, 9, 10, 11, 12, 13);
+    MDI_MULTIPLY(48, 24, 24, 25, 26, 27, 28, 29);
+    MDI_MULTIPLY(72, 36, 36, 37, 38, 39, 40, 41);
+    MDI_MULTIPLY(80, 40, 40, 41, 42, 43, 44, 45);
+    MDI_MULTIPLY(88, 44, 44, 45, 46, 47, 48, 49);
+    MDI_MULTIPLY(96, 48, 48, 49, 50, 51, 52, 53);
+    MDI_MULTIPLY(104, 52, 52, 53, 54, 55, 56, 57);
+    MDI_MULTIPLY(112, 56, 56, 57, 58, 59, 60, 61);
 #endif
 }
 
@@ -391,7 +392,7 @@ struct Consumer {
     template <int kN>
     struct StoreScales {
         uint2 columns;          // scale bytes of this thread's eight columns
-        float rows[kN / 16];    // scales of rows first + thread / 8 + 16 i
+        float rows[(kN + 8) / 16];  // scales of rows first + thread / 8 + 16 i
     };
 
     template <int kN>
@@ -401,7 +402,7 @@ struct Consumer {
         if (column < p.num_out)
             scales.columns = *reinterpret_cast<const uint2*>(p.weight_row + static_cast<int64_t>(work.expert) * p.num_out + column);
 #pragma unroll
-        for (int i = 0; i < kN / 16; ++i) {
+        for (int i = 0; i < (kN + 8) / 16; ++i) {
             const int row = first + thread / 8 + 16 * i;
             scales.rows[i] = row < work.num_rows ? p.row_scale[work.first_row + row] : 0.0f;
         }
@@ -416,11 +417,13 @@ struct Consumer {
         const uint32_t base = ptx::smem_address(staged) + ((lane / 16) * 8 + lane % 8) * 128 +
                               ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
 #pragma unroll
-        for (int n = 0; n < kN / 8; n += 2)  // matrices: columns 0..7 and 8..15 of rows 8n.., then of rows 8n + 8..
+        for (int n = 0; n < kN / 8; n += 2) {  // matrices: columns 0..7 and 8..15 of rows 8n.., then of rows 8n + 8..
+            const bool pair = n + 1 < kN / 8;  // else the second ones are of no row
             ptx::stmatrix_x4_trans(base + n * 8 * 128, ptx::pack_bf16x2(sums[4 * n], sums[4 * n + 1]),
                                    ptx::pack_bf16x2(sums[4 * n + 2], sums[4 * n + 3]),
-                                   ptx::pack_bf16x2(sums[4 * n + 4], sums[4 * n + 5]),
-                                   ptx::pack_bf16x2(sums[4 * n + 6], sums[4 * n + 7]));
+                                   pair ? ptx::pack_bf16x2(sums[pair ? 4 * n + 4 : 0], sums[pair ? 4 * n + 5 : 0]) : 0,
+                                   pair ? ptx::pack_bf16x2(sums[pair ? 4 * n + 6 : 0], sums[pair ? 4 * n + 7 : 0]) : 0);
+        }
         ptx::named_barrier_sync(1 + group, 128);
         const int chunk = thread % 8, column = work.first_column + group * 64 + chunk * 8;
         if (column >= p.num_out) return;
@@ -431,9 +434,9 @@ struct Consumer {
             factors[i] = column_factor(pair & 0xffu) | column_factor(pair >> 8 & 0xffu) << 16;
         }
 #pragma unroll
-        for (int i = 0; i < kN / 16; ++i) {
+        for (int i = 0; i < (kN + 8) / 16; ++i) {
             const int row = thread / 8 + 16 * i;
-            if (first + row >= work.num_rows) break;
+            if (row >= kN || first + row >= work.num_rows) break;
             const uint32_t bits = float_bits(scales.rows[i]) >> 16;  // a power of two, or NaN
             const uint32_t scale = bits | bits << 16;
             uint4 v = *reinterpret_cast<const uint4*>(staged + row * 128 + (chunk ^ (row % 8)) * 16);
@@ -491,12 +494,19 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const GroupedGemm
     int& own = shared.tile[threadIdx.x - 128];
     for (own = tile; own < shared.num_tiles; own += num_clusters()) {
         switch (find_work(shared, p, own, static_cast<int>(ptx::cluster_rank())).width) {
+            case 16: consumer.run_tile<16, 1>(a); break;
             case 32: consumer.run_tile<32, 1>(a); break;
+            case 48: consumer.run_tile<48, 1>(a); break;
             case 64: consumer.run_tile<64, 1>(a); break;
+            case 80: consumer.run_tile<80, 1>(a); break;
             case 96: consumer.run_tile<96, 1>(a); break;
+            case 112: consumer.run_tile<112, 1>(a); break;
             case 128: consumer.run_tile<128, 1>(a); break;
+            case 144: consumer.run_tile<72, 2>(a); break;
             case 160: consumer.run_tile<80, 2>(a); break;
+            case 176: consumer.run_tile<88, 2>(a); break;
             case 192: consumer.run_tile<96, 2>(a); break;
+            case 208: consumer.run_tile<104, 2>(a); break;
             default: consumer.run_tile<112, 2>(a); break;
         }
     }
