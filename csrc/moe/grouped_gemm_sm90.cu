@@ -55,7 +55,7 @@ constexpr int kEmptyArrivals = kCluster * kConsumers * 4;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 static_assert(kConsumerRegisters * 256 + kProducerRegisters * 128 <= 168 * kThreads, "setmaxnreg: what the launch took");
 
-using Scheduler = TileScheduler<kMaxRows, kCluster * kColumns, kThreads>;
+using Scheduler = TileScheduler<kMaxRows, kCluster * kColumns, kThreads, true>;
 
 struct SharedStorage {
     alignas(1024) uint8_t ring[kStages][kStageBytes];          // [rows][128], 128-byte swizzle
@@ -67,7 +67,7 @@ struct SharedStorage {
     alignas(8) uint64_t empty[kStages];
     Scheduler::Storage tiles;
     int num_tiles;
-    int tile[128 * kConsumers];  // of each consumer thread, written and read by itself: registers are short
+    int round[128 * kConsumers];  // of each consumer thread, written and read by itself: registers are short
 };
 static_assert(kStages >= 3, "convert_scales starts in stages 0, 1, 2");
 static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory");
@@ -95,6 +95,16 @@ __device__ __forceinline__ Work find_work(const SharedStorage& shared, const Gro
             t.first_column + rank * kColumns};
 }
 
+// This cluster's tile of a round. The registers are read where they are wanted, not kept.
+__device__ __forceinline__ int dealt(int round) {
+    uint32_t block = blockIdx.x, blocks = gridDim.x;
+#if defined(__CUDA_ARCH__)
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+#endif
+    return Scheduler::dealt(round, static_cast<int>(block) / kCluster, static_cast<int>(blocks) / kCluster);
+}
+
 struct Ring {
     int stage = 0;
     uint32_t phase = 0;
@@ -109,7 +119,9 @@ struct Ring {
 __device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, const Maps& maps, int num_tiles,
                         int num_steps, int rank) {
     Ring ring;
-    for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < num_tiles; tile += static_cast<int>(gridDim.x) / kCluster) {
+    for (int round = 0;; ++round) {
+        const int tile = dealt(round);
+        if (tile >= num_tiles) break;
         const Work work = find_work(shared, p, tile, rank);
         const int half = work.width / kCluster;
         const CUtensorMap* map = &maps.half_of[work.width / kRowStep - 1];
@@ -133,13 +145,13 @@ template <bool kAligned>
 __device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Params& p, int num_steps, int first) {
     constexpr int kWarps = 3, kPerLane = kColumns / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    int tile = static_cast<int>(blockIdx.x) / kCluster, step = first;
+    int round = 0, tile = dealt(round), step = first;
     Ring ring{first, 0};
     bool fresh = true;
     int row = 0, num_valid = 0;
     uint32_t largest = 0;  // byte i: of column lane + 32 i
     for (;; step += kWarps) {
-        for (; step >= num_steps; step -= num_steps) tile += static_cast<int>(gridDim.x) / kCluster, fresh = true;
+        for (; step >= num_steps; step -= num_steps) tile = dealt(++round), fresh = true;
         if (tile >= shared.num_tiles) return;
         if (fresh) {
             fresh = false;
@@ -295,15 +307,6 @@ __device__ __forceinline__ void arrive_in_block(uint32_t barrier, uint32_t rank)
 #else
     ptx::mbarrier_arrive_remote(ptx::map_to_rank(barrier, rank));
 #endif
-}
-
-// gridDim.x / kCluster, read where it is wanted
-__device__ __forceinline__ int num_clusters() {
-    uint32_t blocks = gridDim.x;
-#if defined(__CUDA_ARCH__)
-    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
-#endif
-    return static_cast<int>(blocks) / kCluster;
 }
 
 // Turns: the warpgroups issue their wgmma one after the other, so that each has the time of the other's to promote its
@@ -468,11 +471,11 @@ struct Consumer {
             for (int half = 0; half < kHalves; ++half) sums[half][i] = 0.0f;
         }
         reload_thread();
-        const bool has_next = shared.tile[group * 128 + thread] + num_clusters() < shared.num_tiles;
+        const bool has_next = dealt(shared.round[group * 128 + thread] + 1) < shared.num_tiles;
         for (int step = 0; step < num_steps; ++step) run_step<kN, kHalves>(step + 1 < num_steps || has_next, never, a, part, sums);
         reload_thread();
         const int rank = static_cast<int>(ptx::cluster_rank());
-        const Work work = find_work(shared, p, shared.tile[group * 128 + thread], rank);  // again: see SharedStorage::tile
+        const Work work = find_work(shared, p, dealt(shared.round[group * 128 + thread]), rank);  // again: see SharedStorage::round
         StoreScales<kN> scales[kHalves];
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) load_scales<kN>(work, half * kN, scales[half]);
@@ -486,14 +489,13 @@ struct Consumer {
 
 __device__ __forceinline__ void consume(SharedStorage& shared, const GroupedGemmSm90Params& p) {
     Consumer consumer{shared, p, static_cast<int>(threadIdx.x) % 128, static_cast<int>(threadIdx.x) / 128 - 1, {}};
-    int tile = static_cast<int>(blockIdx.x) / kCluster;
-    if (tile >= shared.num_tiles) return;
+    if (dealt(0) >= shared.num_tiles) return;
     if (consumer.group == 1) ptx::named_barrier_arrive(kTurnBarrier, 256);  // warpgroup 0 begins
     uint32_t a[4][4];
     consumer.begin(a);
-    int& own = shared.tile[threadIdx.x - 128];
-    for (own = tile; own < shared.num_tiles; own += num_clusters()) {
-        switch (find_work(shared, p, own, static_cast<int>(ptx::cluster_rank())).width) {
+    int& round = shared.round[threadIdx.x - 128];
+    for (round = 0; dealt(round) < shared.num_tiles; ++round) {
+        switch (find_work(shared, p, dealt(round), static_cast<int>(ptx::cluster_rank())).width) {
             case 16: consumer.run_tile<16, 1>(a); break;
             case 32: consumer.run_tile<32, 1>(a); break;
             case 48: consumer.run_tile<48, 1>(a); break;
