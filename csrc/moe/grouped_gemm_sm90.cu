@@ -57,6 +57,19 @@ static_assert(kConsumerRegisters * 256 + kProducerRegisters * 128 <= 168 * kThre
 
 using Scheduler = TileScheduler<kMaxRows, kCluster * kColumns, kThreads, true>;
 
+// What the epilogue wants to know about a tile, laid out by convert_scales ahead of the consumers, who never search or load
+struct alignas(16) TileInfo {
+    int64_t first_row;
+    int num_rows, width, first_column;
+    int has_next;
+    uint8_t rows[kMaxRows];     // scale bytes of the rows, 255 = NaN
+    uint8_t columns[kColumns];  // largest scale bytes of the columns
+};
+// It is written when the stage of the tile's first step is empty: the consumers are then past the epilogue of kInfos tiles
+// before, if a tile has at least kMinSteps steps.
+constexpr int kInfos = 4, kMinSteps = 2;
+static_assert((kInfos - 1) * kMinSteps >= kStages, "a TileInfo is overwritten too early");
+
 struct SharedStorage {
     alignas(1024) uint8_t ring[kStages][kStageBytes];          // [rows][128], 128-byte swizzle
     alignas(1024) uint8_t staged[kConsumers][kHalfRows * 128];  // [row][64 columns bf16]; chunk c of row r at c ^ (r % 8)
@@ -67,7 +80,7 @@ struct SharedStorage {
     alignas(8) uint64_t empty[kStages];
     Scheduler::Storage tiles;
     int num_tiles;
-    int round[128 * kConsumers];  // of each consumer thread, written and read by itself: registers are short
+    TileInfo info[kInfos];  // of the cluster's tile of round r: r % kInfos
 };
 static_assert(kStages >= 3, "convert_scales starts in stages 0, 1, 2");
 static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory");
@@ -94,6 +107,9 @@ __device__ __forceinline__ Work find_work(const SharedStorage& shared, const Gro
     return {t.expert, static_cast<int64_t>(t.expert_begin) + t.row_tile * share, rows, align_up(rows, kRowStep),
             t.first_column + rank * kColumns};
 }
+
+// Steps of a tile. One past K multiplies zeros.
+__device__ __forceinline__ int steps_of(const GroupedGemmSm90Params& p) { return max(ceil_div(p.k, kBlockK), kMinSteps); }
 
 // This cluster's tile of a round. The registers are read where they are wanted, not kept.
 __device__ __forceinline__ int dealt(int round) {
@@ -148,7 +164,8 @@ __device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Param
     int round = 0, tile = dealt(round), step = first;
     Ring ring{first, 0};
     bool fresh = true;
-    int row = 0, num_valid = 0;
+    int row = 0, num_valid = 0, num_rows = 0, first_column = 0;
+    int64_t first_row = 0;
     uint32_t largest = 0;  // byte i: of column lane + 32 i
     for (;; step += kWarps) {
         for (; step >= num_steps; step -= num_steps) tile = dealt(++round), fresh = true;
@@ -156,6 +173,9 @@ __device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Param
         if (fresh) {
             fresh = false;
             const Work work = find_work(shared, p, tile, static_cast<int>(ptx::cluster_rank()));
+            first_row = work.first_row;
+            num_rows = work.num_rows;
+            first_column = work.first_column;
             row = work.expert * p.num_out + work.first_column + lane;  // E * O <= 2^30
             num_valid = p.num_out - work.first_column - lane;          // column lane + 32 i exists: 32 i < num_valid
             largest = 0;
@@ -166,12 +186,32 @@ __device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Param
         const int groups = p.k / 32;
         const uint8_t* bytes = p.weight_scale + static_cast<int64_t>(row) * groups + 4 * step;
         uint32_t words[kPerLane] = {};
-        if (kAligned) {
+        if (kAligned && 4 * step < groups) {
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i)
                 if (32 * i < num_valid) words[i] = *reinterpret_cast<const uint32_t*>(bytes + i * 32 * static_cast<int64_t>(groups));
         }
+        uint32_t exponents[kMaxRows / 32] = {};
+        if (step == 0) {
+#pragma unroll
+            for (int i = 0; i < kMaxRows / 32; ++i)
+                if (lane + 32 * i < num_rows) exponents[i] = float_bits(p.row_scale[first_row + lane + 32 * i]);
+        }
         ptx::mbarrier_wait(ptx::smem_address(&shared.empty[ring.stage]), ring.phase ^ 1);
+        if (step == 0) {
+            TileInfo& info = shared.info[round % kInfos];
+            if (lane == 0) {
+                info.first_row = first_row;
+                info.num_rows = num_rows;
+                info.width = align_up(num_rows, kRowStep);
+                info.first_column = first_column;
+                info.has_next = dealt(round + 1) < shared.num_tiles;
+            }
+#pragma unroll
+            for (int i = 0; i < kMaxRows / 32; ++i) info.rows[lane + 32 * i] = static_cast<uint8_t>(exponents[i] >> 23);
+#pragma unroll
+            for (int i = 0; i < kPerLane; ++i) info.columns[lane + 32 * i] = static_cast<uint8_t>(largest >> (8 * i));
+        }
         if (kAligned) {
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i)
@@ -391,29 +431,9 @@ struct Consumer {
         expand_weights<2>(raw, a);
     }
 
-    // Everything the epilogue wants from global memory, requested before anything waits.
-    template <int kN>
-    struct StoreScales {
-        uint2 columns;          // scale bytes of this thread's eight columns
-        float rows[(kN + 8) / 16];  // scales of rows first + thread / 8 + 16 i
-    };
-
-    template <int kN>
-    __device__ __forceinline__ void load_scales(const Work& work, int first, StoreScales<kN>& scales) {
-        const int column = work.first_column + group * 64 + thread % 8 * 8;
-        scales.columns = make_uint2(0, 0);
-        if (column < p.num_out)
-            scales.columns = *reinterpret_cast<const uint2*>(p.weight_row + static_cast<int64_t>(work.expert) * p.num_out + column);
-#pragma unroll
-        for (int i = 0; i < (kN + 8) / 16; ++i) {
-            const int row = first + thread / 8 + 16 * i;
-            scales.rows[i] = row < work.num_rows ? p.row_scale[work.first_row + row] : 0.0f;
-        }
-    }
-
     // Sums of the kN rows from `first` -> bf16 -> [row][64 columns] in shared memory -> scaled -> global.
     template <int kN>
-    __device__ __forceinline__ void store(const Work& work, int first, const StoreScales<kN>& scales, const float (&sums)[kN / 2]) {
+    __device__ __forceinline__ void store(const TileInfo& info, int first, const float (&sums)[kN / 2]) {
         const int warp = thread / 32, lane = thread % 32;
         uint8_t* staged = shared.staged[group];
         ptx::named_barrier_sync(1 + group, 128);  // the warpgroup has read the previous half
@@ -428,26 +448,27 @@ struct Consumer {
                                    pair ? ptx::pack_bf16x2(sums[pair ? 4 * n + 6 : 0], sums[pair ? 4 * n + 7 : 0]) : 0);
         }
         ptx::named_barrier_sync(1 + group, 128);
-        const int chunk = thread % 8, column = work.first_column + group * 64 + chunk * 8;
+        const int chunk = thread % 8, column = info.first_column + group * 64 + chunk * 8;
         if (column >= p.num_out) return;
+        const uint2 columns = *reinterpret_cast<const uint2*>(info.columns + group * 64 + chunk * 8);
         uint32_t factors[4];  // 2^(byte - 127 - 6) of the eight columns, bf16 pairs
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint32_t pair = (i < 2 ? scales.columns.x : scales.columns.y) >> (16 * (i % 2));
+            const uint32_t pair = (i < 2 ? columns.x : columns.y) >> (16 * (i % 2));
             factors[i] = column_factor(pair & 0xffu) | column_factor(pair >> 8 & 0xffu) << 16;
         }
 #pragma unroll
         for (int i = 0; i < (kN + 8) / 16; ++i) {
             const int row = thread / 8 + 16 * i;
-            if (row >= kN || first + row >= work.num_rows) break;
-            const uint32_t bits = float_bits(scales.rows[i]) >> 16;  // a power of two, or NaN
+            if (row >= kN || first + row >= info.num_rows) break;
+            const uint32_t byte = info.rows[first + row], bits = byte == 255 ? 0x7fc0u : (byte ? byte << 7 : 0x40u);
             const uint32_t scale = bits | bits << 16;
             uint4 v = *reinterpret_cast<const uint4*>(staged + row * 128 + (chunk ^ (row % 8)) * 16);
             v.x = bf16x2_product(bf16x2_product(v.x, factors[0]), scale);
             v.y = bf16x2_product(bf16x2_product(v.y, factors[1]), scale);
             v.z = bf16x2_product(bf16x2_product(v.z, factors[2]), scale);
             v.w = bf16x2_product(bf16x2_product(v.w, factors[3]), scale);
-            *reinterpret_cast<uint4*>(p.out + (work.first_row + first + row) * p.num_out + column) = v;
+            *reinterpret_cast<uint4*>(p.out + (info.first_row + first + row) * p.num_out + column) = v;
         }
     }
 
@@ -459,8 +480,8 @@ struct Consumer {
 
     // One tile of kHalves * kN rows
     template <int kN, int kHalves>
-    __device__ __forceinline__ void run_tile(uint32_t (&a)[4][4]) {
-        const int num_steps = ceil_div(p.k, kBlockK);
+    __device__ __forceinline__ void run_tile(const TileInfo& info, uint32_t (&a)[4][4]) {
+        const int num_steps = steps_of(p);
         // the first product of a chain must not see a constant: ptxas would add a fence (wgmma_sm90.cuh)
         const bool never = p.num_out < 0;
         float sums[kHalves][kN / 2], part[kN / 2];
@@ -471,17 +492,12 @@ struct Consumer {
             for (int half = 0; half < kHalves; ++half) sums[half][i] = 0.0f;
         }
         reload_thread();
-        const bool has_next = dealt(shared.round[group * 128 + thread] + 1) < shared.num_tiles;
+        const bool has_next = info.has_next != 0;
         for (int step = 0; step < num_steps; ++step) run_step<kN, kHalves>(step + 1 < num_steps || has_next, never, a, part, sums);
         reload_thread();
-        const int rank = static_cast<int>(ptx::cluster_rank());
-        const Work work = find_work(shared, p, dealt(shared.round[group * 128 + thread]), rank);  // again: see SharedStorage::round
-        StoreScales<kN> scales[kHalves];
-#pragma unroll
-        for (int half = 0; half < kHalves; ++half) load_scales<kN>(work, half * kN, scales[half]);
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
-            store<kN>(work, half * kN, scales[half], sums[half]);
+            store<kN>(info, half * kN, sums[half]);
             __syncwarp();
         }
     }
@@ -493,24 +509,25 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const GroupedGemm
     if (consumer.group == 1) ptx::named_barrier_arrive(kTurnBarrier, 256);  // warpgroup 0 begins
     uint32_t a[4][4];
     consumer.begin(a);
-    int& round = shared.round[threadIdx.x - 128];
-    for (round = 0; dealt(round) < shared.num_tiles; ++round) {
-        switch (find_work(shared, p, dealt(round), static_cast<int>(ptx::cluster_rank())).width) {
-            case 16: consumer.run_tile<16, 1>(a); break;
-            case 32: consumer.run_tile<32, 1>(a); break;
-            case 48: consumer.run_tile<48, 1>(a); break;
-            case 64: consumer.run_tile<64, 1>(a); break;
-            case 80: consumer.run_tile<80, 1>(a); break;
-            case 96: consumer.run_tile<96, 1>(a); break;
-            case 112: consumer.run_tile<112, 1>(a); break;
-            case 128: consumer.run_tile<128, 1>(a); break;
-            case 144: consumer.run_tile<72, 2>(a); break;
-            case 160: consumer.run_tile<80, 2>(a); break;
-            case 176: consumer.run_tile<88, 2>(a); break;
-            case 192: consumer.run_tile<96, 2>(a); break;
-            case 208: consumer.run_tile<104, 2>(a); break;
-            default: consumer.run_tile<112, 2>(a); break;
+    for (int round = 0;; ++round) {
+        const TileInfo& info = shared.info[round % kInfos];  // there since its first stage is full
+        switch (info.width) {
+            case 16: consumer.run_tile<16, 1>(info, a); break;
+            case 32: consumer.run_tile<32, 1>(info, a); break;
+            case 48: consumer.run_tile<48, 1>(info, a); break;
+            case 64: consumer.run_tile<64, 1>(info, a); break;
+            case 80: consumer.run_tile<80, 1>(info, a); break;
+            case 96: consumer.run_tile<96, 1>(info, a); break;
+            case 112: consumer.run_tile<112, 1>(info, a); break;
+            case 128: consumer.run_tile<128, 1>(info, a); break;
+            case 144: consumer.run_tile<72, 2>(info, a); break;
+            case 160: consumer.run_tile<80, 2>(info, a); break;
+            case 176: consumer.run_tile<88, 2>(info, a); break;
+            case 192: consumer.run_tile<96, 2>(info, a); break;
+            case 208: consumer.run_tile<104, 2>(info, a); break;
+            default: consumer.run_tile<112, 2>(info, a); break;
         }
+        if (!info.has_next) break;
     }
     if (consumer.group == 0) ptx::named_barrier_sync(kTurnBarrier, 256);  // takes the last turn that warpgroup 1 gave
 }
@@ -531,7 +548,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
     const int thread = static_cast<int>(threadIdx.x);
     const int rank = static_cast<int>(ptx::cluster_rank());
-    const int num_steps = ceil_div(params.k, kBlockK);
+    const int num_steps = steps_of(params);
     if (thread == 0) {
         for (int i = 0; i < kNumWidths; ++i) ptx::prefetch_tensor_map(&maps.half_of[i]);
         ptx::prefetch_tensor_map(&maps.codes);
