@@ -385,8 +385,8 @@ struct Consumer {
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
             const bool last = half == kHalves - 1;
+            wgmma_fence();  // before the wait: what must be done first is then not done in the turn
             ptx::named_barrier_sync(kTurnBarrier + group, 256);
-            wgmma_fence();
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 multiply<kN>(part, a[j], advance_descriptor(descriptor, half * kN * kBlockK + 32 * j), j > 0 || never);
