@@ -10,7 +10,7 @@
 // A cluster of two blocks computes 256 columns x up to 224 rows; both need the same rows, each fetches half of them
 // by TMA and multicasts. Block roles (384 threads):
 //   warp 0       TMA into a ring of five stages of 128 columns of K: rows (128-byte swizzle) and packed weights
-//   warps 1..3   the scale bytes of a stage, as distances to the column's largest
+//   warps 1..3   the scale bytes of a stage, as distances to the column's largest, and what the epilogue wants to know
 //   warpgroups 1, 2 (64 columns each)   per stage, for each half of a tile wider than 128 rows (else once):
 //     in turns: four wgmma m64nNk32 on the fragments of this stage
 //     in the other's turn: add the tensor core's sums, which have about 14 bits, to fp32 sums (promotion every 128),
@@ -22,9 +22,11 @@
 // j-th wgmma. Expansion is a byte look-up (prmt) in the eight magnitudes of the group's scale, then the signs.
 // Epilogue by halves: sums -> bf16 -> stmatrix transposed to [row][column] -> scales -> 16-byte stores of rows that exist.
 //
+// Tiles are dealt by descending width, back and forth (scheduler.cuh): all clusters get about the same work.
+//
 // Barriers: full[s] counts the block's own producer (with all bytes of both halves) and a scale warp; empty[s] counts one
 // arrival per consumer warp of both blocks, because a stage is overwritten in both at once.
-// Shared memory 225 KiB: ring 5 x (28 + 8.5), output tiles 2 x 16, tiles 9. Registers 232 x 256 + 40 x 128.
+// Shared memory 226 KiB: ring 5 x (28 + 8.5), output tiles 2 x 16, tiles 11. Registers 232 x 256 + 40 x 128.
 // SASS: QGMMA
 // Limits: E <= 1024, K and O multiples of 32. Rows at or past offsets[E] are never written.
 #include "common/launch.h"
@@ -41,7 +43,7 @@ namespace {
 constexpr int kCluster = 2;
 constexpr int kColumns = 128;                       // output columns of a block
 constexpr int kMaxRows = 224;                       // rows of a tile
-constexpr int kHalfRows = 128;                      // wider tiles are multiplied in two halves
+constexpr int kHalfRows = 128;                      // wider tiles are multiplied and stored in two halves
 constexpr int kBlockK = 128;
 constexpr int kStages = 5;
 constexpr int kConsumers = 2;                       // warpgroups
@@ -74,7 +76,7 @@ struct SharedStorage {
     alignas(1024) uint8_t ring[kStages][kStageBytes];          // [rows][128], 128-byte swizzle
     alignas(1024) uint8_t staged[kConsumers][kHalfRows * 128];  // [row][64 columns bf16]; chunk c of row r at c ^ (r % 8)
     alignas(128) uint8_t codes[kStages][kCodeBytes];            // [column][64 bytes of FP4]
-    alignas(128) uint32_t shifts[kStages][kColumns];            // byte g: the column's largest scale byte less that of group g, <= 15
+    alignas(128) uint32_t shifts[kStages][kColumns];            // byte g: binades of group g below the column's largest
     alignas(16) uint2 magnitudes[16];  // [d]: E4M3 bytes of 0 .5 1 1.5 2 3 4 6 times 2^(6 - d), d = 15: zeros
     alignas(8) uint64_t full[kStages];
     alignas(8) uint64_t empty[kStages];
@@ -184,12 +186,13 @@ __device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Param
                 if (32 * i < num_valid) largest |= static_cast<uint32_t>(p.weight_row[row + 32 * i]) << (8 * i);
         }
         const int groups = p.k / 32;
+        const int64_t stride = 32 * static_cast<int64_t>(groups);  // from column to column of a lane
         const uint8_t* bytes = p.weight_scale + static_cast<int64_t>(row) * groups + 4 * step;
         uint32_t words[kPerLane] = {};
         if (kAligned && 4 * step < groups) {
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i)
-                if (32 * i < num_valid) words[i] = *reinterpret_cast<const uint32_t*>(bytes + i * 32 * static_cast<int64_t>(groups));
+                if (32 * i < num_valid) words[i] = *reinterpret_cast<const uint32_t*>(bytes + i * stride);
         }
         uint32_t exponents[kMaxRows / 32] = {};
         if (step == 0) {
@@ -220,7 +223,8 @@ __device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Param
         } else {
 #pragma unroll 1
             for (int i = 0; i < 4 * kPerLane; ++i) {  // column i / 4, group i % 4
-                const uint32_t byte = 32 * (i / 4) < num_valid && 4 * step + i % 4 < groups ? bytes[i / 4 * 32 * static_cast<int64_t>(groups) + i % 4] : 0;
+                const bool exists = 32 * (i / 4) < num_valid && 4 * step + i % 4 < groups;
+                const uint32_t byte = exists ? bytes[i / 4 * stride + i % 4] : 0;
                 reinterpret_cast<uint8_t*>(&shared.shifts[ring.stage][lane + i / 4 * 32])[i % 4] =
                     static_cast<uint8_t>(min((largest >> (i / 4 * 8) & 0xffu) - byte, 15u));
             }
@@ -405,7 +409,7 @@ struct Consumer {
             }
             wgmma_wait<0>();
             fence_registers(part);
-            if (last && thread % 32 < kCluster) arrive_in_block(empty, thread % 32);  // this warp is done with the stage in both blocks
+            if (last && thread % 32 < kCluster) arrive_in_block(empty, thread % 32);  // done with the stage, in both blocks
             if (last) read_weights<2>(shared, ring.stage, group * 128 + thread, raw);
 #pragma unroll
             for (int i = 0; i < kN / 2; ++i) sums[half][i] += part[i];
@@ -493,7 +497,8 @@ struct Consumer {
         }
         reload_thread();
         const bool has_next = info.has_next != 0;
-        for (int step = 0; step < num_steps; ++step) run_step<kN, kHalves>(step + 1 < num_steps || has_next, never, a, part, sums);
+        for (int step = 0; step < num_steps; ++step)
+            run_step<kN, kHalves>(step + 1 < num_steps || has_next, never, a, part, sums);
         reload_thread();
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
@@ -559,7 +564,8 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
         ptx::fence_mbarrier_init();
     }
     if (thread >= 32 && thread < 48) shared.magnitudes[thread - 32] = magnitude_bytes(thread - 32);
-    for (int i = thread; i < kStages * kColumns; i += kThreads) shared.shifts[i / kColumns][i % kColumns] = 0;  // run_step may read an empty stage
+    for (int i = thread; i < kStages * kColumns; i += kThreads)  // run_step may read a stage that was never filled
+        shared.shifts[i / kColumns][i % kColumns] = 0;
     Scheduler::build(shared.tiles, params.offsets, params.num_experts);
     const int num_tiles = Scheduler::num_tiles(shared.tiles, params.num_experts, params.num_out);
     if (thread == 0) shared.num_tiles = num_tiles;

@@ -61,9 +61,10 @@ struct TileScheduler {
             for (int e = thread; e < num_experts; e += kThreads) storage.starts[e] = average_rows(storage.offsets, e);
             __syncthreads();
             for (int e = thread; e < num_experts; e += kThreads) {
-                int place = 0;
+                const int own = storage.starts[e];
+                int place = 0;  // how many experts come before
                 for (int other = 0; other < num_experts; ++other)
-                    place += storage.starts[other] > storage.starts[e] || (storage.starts[other] == storage.starts[e] && other < e);
+                    place += storage.starts[other] > own || (storage.starts[other] == own && other < e);
                 storage.order[place] = static_cast<uint16_t>(e);
             }
             __syncthreads();
