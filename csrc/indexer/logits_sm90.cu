@@ -2,7 +2,7 @@
 //
 // Why integers. E2M1 codes are multiples of 1/2 up to 6, so a row whose four scale groups lie within 3 binades is a row of
 // int8 numbers times one power of two ("folded": 2 * value * 2^shift, at most 96). wgmma s8 runs at the FP8 rate and its
-// int32 sums are exact: |dot| <= 128 * 96 * 96 < 2^24, so the conversion to fp32 is exact too. FP8 wgmma would not do:
+// int32 sums are exact: |dot| <= 128 * 96 * 96 < 2^21, so the conversion to fp32 is exact too. FP8 wgmma would not do:
 // its accumulator keeps about 14 bits below the largest term (13 after a carry), while a dot of 128 E2M1 products with
 // equal scales already spans log2(128 * 36 / 0.25) = 14.2 bits, and every binade of scale spread adds one on each side; the
 // error is 2^-14 of the result, which flips about one bf16 rounding in 30. bf16 wgmma is exact but runs at half the rate.
@@ -20,21 +20,25 @@
 //                  that blocks that run together read the same keys from L2
 //   second pass    logits.cu
 //
-// Roles in `score`: warpgroups 0 and 1 own 8 tokens each (N = 256 = 8 x 32 heads, 128 accumulators a thread) and both
-// multiply every key tile (M = 64) of the ring; warp 8 fetches whole tiles with plain bulk copies (the images need no tensor map).
-// The two take turns to issue (named barriers 1 and 2), so that one's epilogue (CUDA cores) runs beside the other's
-// products. Epilogue per pair of heads: 2 conversions, relu + pack, one bf16x2 multiply, 2 unpack, 2 adds; the four lanes of
-// a quad then exchange partial sums so that each finishes one token in four: (p0 + p1) + (p2 + p3) as everywhere.
+// Roles in `score`: warpgroups 0 and 1 own 8 tokens each and both multiply every key tile (M = 64) of the ring, as two halves
+// of 4 tokens (N = 128 = 4 x 32 heads, 64 accumulators a thread); warp 8 fetches whole tiles with plain bulk copies (the images
+// need no tensor map). The second half's products run beside the first half's epilogue, and one warpgroup's products beside the
+// other's epilogue. Query rows are placed so that a lane of a quad holds all heads of one token: column 8j + 2t + e is head
+// 2j + e of token t, so head sums need no exchange. The epilogue is bound by instruction issue; per pair of heads: 2 multiplies
+// (relu and conversion in one, int_relu), pack, one bf16x2 multiply, 2 unpack, 2 adds. The four partial sums are those of
+// score_tile.cuh: (p0 + p1) + (p2 + p3).
 //
 // Shared memory: 2 x 65.1 KiB of queries (double-buffered) + 6 x 9 KiB of key tiles = 185 KiB.
 // Workspace: logits_workspace_bytes(), about 4.1 KiB a token + 132 bytes a sequence and column.
 // Limits: Hi <= 32, Di = 128. Without a workspace the portable kernel runs: ops/indexer.py gives none for other shapes, for
 // batches of fewer than 16 tokens a sequence (they would fold more keys than they score), and past 2 GiB.
+// SASS: IGMMA
 #include "common/launch.h"
 #include "common/math.h"
 #include "common/number_formats.cuh"
 #include "common/ptx_sm90.cuh"
 #include "common/wgmma_sm90.cuh"
+#include "indexer/fold.cuh"
 #include "indexer/indexer.h"
 #include "indexer/score_tile.cuh"
 
@@ -48,8 +52,6 @@ constexpr int kGroupTokens = 8;
 constexpr int kTileKeys = 64;
 constexpr int kChunkTiles = 64;
 constexpr int kStages = 6;
-constexpr int kMaxShift = 3;
-constexpr int kMaxExponent = 30;
 constexpr int kImageBytes = kGroupTokens * kHeads * kDim;  // one warpgroup's queries
 
 struct Run {  // tokens begin..end-1 of the block belong to sequence seq; the most visible of them sees `limit` entries
@@ -57,7 +59,7 @@ struct Run {  // tokens begin..end-1 of the block belong to sequence seq; the mo
 };
 
 struct QueryMeta {
-    uint32_t weight[kTokens][4][4];           // [token][t][j]: scaled weights of heads 8j + 2t, 8j + 2t + 1
+    uint32_t weight[2][2][4][4][4];           // [warpgroup][half][j / 4][t][j % 4]: scaled weights of heads 2j, 2j + 1 of token 4 half + t
     int visible[kTokens];
     Run run[kTokens];
     int num_runs;
@@ -108,42 +110,6 @@ int64_t place(int64_t num_tokens, int64_t num_seqs, int64_t num_cols, uint8_t* b
 
 // ---- folding ------------------------------------------------------------------------------------------------------
 
-// One quarter (scale group) of a row per lane, the four lanes of a quad together: 32 int8 values = code * 2 << shift,
-// and the exponent of the row: value = int8 * 2^exponent. `ok` is false where the row does not fold.
-struct Folded {
-    uint32_t bytes[8];
-    int exponent;
-    bool ok;
-};
-
-__device__ __forceinline__ Folded fold_quarter(const uint32_t (&word)[4], uint32_t scale) {
-    const bool zero = ((word[0] | word[1] | word[2] | word[3]) & 0x77777777u) == 0;
-    int lowest = zero ? 1 << 20 : static_cast<int>(scale);  // a group of zeros fits any exponent
-    lowest = min_of(lowest, __shfl_xor_sync(0xffffffffu, lowest, 1));
-    lowest = min_of(lowest, __shfl_xor_sync(0xffffffffu, lowest, 2));
-    const bool all_zero = lowest == 1 << 20;
-    const int shift = zero ? 0 : static_cast<int>(scale) - lowest;
-    Folded out;
-    out.exponent = all_zero ? 0 : lowest - 127 - 1;
-    int ok = scale != 255 && shift <= kMaxShift && out.exponent >= -kMaxExponent && out.exponent <= kMaxExponent;
-    ok &= __shfl_xor_sync(0xffffffffu, ok, 1);  // never behind a condition: all lanes take part
-    ok &= __shfl_xor_sync(0xffffffffu, ok, 2);
-    out.ok = ok != 0;
-    const int s = min_of(shift, kMaxShift);
-    // magnitudes 0 1 2 3 | 4 6 8 12 of the eight codes, and their negatives, one byte each
-    const uint32_t low = 0x03020100u << s, high = 0x0c080604u << s;
-    const uint32_t minus_low = __vneg4(low), minus_high = __vneg4(high);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const uint32_t codes = word[i / 2] >> (16 * (i % 2)) & 0xffffu;
-        const uint32_t plus = __byte_perm(low, high, codes & 0x7777u);
-        const uint32_t minus = __byte_perm(minus_low, minus_high, codes & 0x7777u);
-        const uint32_t negative = __byte_perm(0x0000ff00u, 0, codes >> 3 & 0x1111u);  // ff where the sign bit is set
-        out.bytes[i] = (plus & ~negative) | (minus & negative);
-    }
-    return out;
-}
-
 __device__ __forceinline__ void store_quarter(uint8_t* image, int row, int quarter, const uint32_t (&bytes)[8]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -193,15 +159,12 @@ __global__ void __launch_bounds__(kFoldThreads) fold_queries_kernel(LogitsParams
             weight = p.weights[source];
         }
         const Folded folded = fold_quarter(word, scale);
-        store_quarter(record.image[token / kGroupTokens], row % (kGroupTokens * kHeads), quarter, folded.bytes);
-        // weight * 2^exponent: exact, as both exponents are small
-        const int exponent = (weight >> 7 & 0xff) - 127;
-        const bool weight_is_zero = (weight & 0x7fff) == 0;
-        ok = ok && folded.ok && (weight_is_zero || (exponent >= -kMaxExponent && exponent <= kMaxExponent));
-        if (quarter == 0) {
-            const uint16_t scaled = weight_is_zero ? weight : static_cast<uint16_t>(weight + folded.exponent * 128);
-            reinterpret_cast<uint16_t*>(&record.meta.weight[token][head % 8 / 2][head / 8])[head % 2] = scaled;
-        }
+        const int group = token / kGroupTokens, half = token / 4 % 2, t = token % 4, j = head / 2;
+        store_quarter(record.image[group], half * 128 + 8 * j + 2 * t + head % 2, quarter, folded.bytes);
+        ok = ok && folded.ok && weight_folds(weight);
+        if (quarter == 0)
+            reinterpret_cast<uint16_t*>(&record.meta.weight[group][half][j / 4][t][j % 4])[head % 2] =
+                scaled_weight(weight, folded.exponent);
     }
     if (threadIdx.x < kTokens)
         record.meta.visible[threadIdx.x] =
@@ -246,7 +209,7 @@ __global__ void __launch_bounds__(kFoldThreads) fold_keys_kernel(LogitsParams p,
     const Folded folded = fold_quarter(word, scale);
     const int row = key / 16 * 16 + key % 2 * 8 + key % 16 / 2;  // keys 2g and 2g + 1 of 16 lie in rows g and g + 8
     store_quarter(record.image, row, quarter, folded.bytes);
-    if (quarter == 0) record.factor[row] = bits_float(static_cast<uint32_t>(folded.exponent + 127) << 23);
+    if (quarter == 0) record.factor[row] = folded.factor();
     const int bad = __syncthreads_or(!folded.ok);
     if (threadIdx.x == 0) {
         w.marked_tiles[at] = bad != 0;
@@ -258,7 +221,8 @@ __global__ void __launch_bounds__(kFoldThreads) fold_keys_kernel(LogitsParams p,
 
 constexpr int kConsumers = 2;
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kAccumulators = kGroupTokens * kHeads / 2;  // 64 x 256 over 128 threads
+constexpr int kHalfTokens = kGroupTokens / 2;
+constexpr int kAccumulators = kHalfTokens * kHeads / 2;  // of half a tile: 64 x 128 over 128 threads
 
 struct SharedStorage {
     alignas(1024) uint8_t queries[2][2][kImageBytes];
@@ -273,12 +237,13 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) + 1024 <= 227 * 1024, "shared memory of one block");
 
-// wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8: d = a * b (+ d when `accumulate`), both operands K-major in shared memory
-__device__ __forceinline__ void wgmma_s8_n256(int (&d)[128], uint64_t descriptor_a, uint64_t descriptor_b, bool accumulate) {
+// wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8: d = a * b (+ d when `accumulate`), both operands K-major in shared memory
+__device__ __forceinline__ void wgmma_s8_n128(uint32_t (&d)[kAccumulators], uint64_t descriptor_a, uint64_t descriptor_b,
+                                              bool accumulate) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 {" MDI_WGMMA_TEXT_128
-        "}, %128, %129, p;\n}\n"
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" MDI_WGMMA_TEXT_64
+        "}, %64, %65, p;\n}\n"
         : // clang-format off
           "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]),
           "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]),
@@ -287,15 +252,7 @@ __device__ __forceinline__ void wgmma_s8_n256(int (&d)[128], uint64_t descriptor
           "+r"(d[32]), "+r"(d[33]), "+r"(d[34]), "+r"(d[35]), "+r"(d[36]), "+r"(d[37]), "+r"(d[38]), "+r"(d[39]),
           "+r"(d[40]), "+r"(d[41]), "+r"(d[42]), "+r"(d[43]), "+r"(d[44]), "+r"(d[45]), "+r"(d[46]), "+r"(d[47]),
           "+r"(d[48]), "+r"(d[49]), "+r"(d[50]), "+r"(d[51]), "+r"(d[52]), "+r"(d[53]), "+r"(d[54]), "+r"(d[55]),
-          "+r"(d[56]), "+r"(d[57]), "+r"(d[58]), "+r"(d[59]), "+r"(d[60]), "+r"(d[61]), "+r"(d[62]), "+r"(d[63]),
-          "+r"(d[64]), "+r"(d[65]), "+r"(d[66]), "+r"(d[67]), "+r"(d[68]), "+r"(d[69]), "+r"(d[70]), "+r"(d[71]),
-          "+r"(d[72]), "+r"(d[73]), "+r"(d[74]), "+r"(d[75]), "+r"(d[76]), "+r"(d[77]), "+r"(d[78]), "+r"(d[79]),
-          "+r"(d[80]), "+r"(d[81]), "+r"(d[82]), "+r"(d[83]), "+r"(d[84]), "+r"(d[85]), "+r"(d[86]), "+r"(d[87]),
-          "+r"(d[88]), "+r"(d[89]), "+r"(d[90]), "+r"(d[91]), "+r"(d[92]), "+r"(d[93]), "+r"(d[94]), "+r"(d[95]),
-          "+r"(d[96]), "+r"(d[97]), "+r"(d[98]), "+r"(d[99]), "+r"(d[100]), "+r"(d[101]), "+r"(d[102]), "+r"(d[103]),
-          "+r"(d[104]), "+r"(d[105]), "+r"(d[106]), "+r"(d[107]), "+r"(d[108]), "+r"(d[109]), "+r"(d[110]), "+r"(d[111]),
-          "+r"(d[112]), "+r"(d[113]), "+r"(d[114]), "+r"(d[115]), "+r"(d[116]), "+r"(d[117]), "+r"(d[118]), "+r"(d[119]),
-          "+r"(d[120]), "+r"(d[121]), "+r"(d[122]), "+r"(d[123]), "+r"(d[124]), "+r"(d[125]), "+r"(d[126]), "+r"(d[127])
+          "+r"(d[56]), "+r"(d[57]), "+r"(d[58]), "+r"(d[59]), "+r"(d[60]), "+r"(d[61]), "+r"(d[62]), "+r"(d[63])
           // clang-format on
         : "l"(descriptor_a), "l"(descriptor_b), "r"(static_cast<uint32_t>(accumulate)));
 #else
@@ -308,6 +265,32 @@ __device__ __forceinline__ void load_shared_128(uint32_t (&out)[4], uint32_t sme
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                  : "r"(smem));
+}
+
+// ld.shared.f32
+__device__ __forceinline__ float load_shared_float(uint32_t smem) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(smem));
+    return x;
+}
+
+// Head sums of one token for the thread's two keys; accumulators 4j, 4j + 1 are heads 2j, 2j + 1 of the even key, the next two of
+// the odd one. Partial sum r takes heads 8i + 2r, 8i + 2r + 1 for ascending i. They start from their first term, not from +0;
+// that can only make a zero negative, see Consumer::finish.
+__device__ __forceinline__ void head_sums(const uint32_t (&acc)[kAccumulators], const uint32_t (&weight)[kHeads / 2],
+                                          float (&sum)[2]) {
+#pragma unroll
+    for (int key = 0; key < 2; ++key) {
+        float part[4];
+#pragma unroll
+        for (int j = 0; j < kHeads / 2; ++j) {
+            const int i = 4 * j + 2 * key;
+            const uint32_t value = ptx::mul_bf16x2(ptx::pack_bf16x2(int_relu(acc[i]), int_relu(acc[i + 1])), weight[j]);
+            const float even = bits_float(value << 16), odd = bits_float(value & 0xffff0000u);
+            part[j % 4] = j < 4 ? even + odd : (part[j % 4] + even) + odd;
+        }
+        sum[key] = (part[0] + part[1]) + (part[2] + part[3]);
+    }
 }
 
 struct Unit {
@@ -372,35 +355,35 @@ __device__ __forceinline__ void fill_neg_inf(uint16_t* row, int begin, int end, 
 }
 
 struct Consumer {
-    // Head sums of the warpgroup's 8 tokens (scaled weights at shared address `weight`) for the thread's two keys. Lane t of a quad ends with tokens t and 4 + t:
-    // out[a][0] key 2g, out[a][1] key 2g + 1 of the warp's 16.
-    static __device__ __forceinline__ void head_sums(const int (&acc)[kAccumulators], uint32_t weight, int t,
-                                                     float (&out)[2][2]) {
-        const bool odd = (t & 1) != 0, upper = (t & 2) != 0;
+    struct Token {
+        uint16_t* row;
+        int visible;
+        bool mine;  // belongs to the current run
+    };
+
+    // The products of half a tile: 64 keys x 4 tokens. Operands at shared addresses; only the low descriptor word differs.
+    static __device__ __forceinline__ void issue(uint32_t (&acc)[kAccumulators], uint32_t keys, uint32_t queries) {
+        constexpr uint64_t kHigh = uint64_t{static_cast<uint32_t>(Swizzle::k128B)} << 62 | uint64_t{1024 / 16} << 32;
+        const uint32_t a = keys / 16 | 1u << 16, b = queries / 16 | 1u << 16;
 #pragma unroll
-        for (int a = 0; a < 2; ++a) {
-            float sum[4][2];
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-                uint32_t pair[4];
-                load_shared_128(pair, weight + ((4 * a + q) * 4 + t) * 16);
-                sum[q][0] = sum[q][1] = 0.0f;
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const int i = 4 * (4 * (4 * a + q) + j);
-                    add_heads(sum[q][0], __int2float_rn(acc[i]), __int2float_rn(acc[i + 1]), pair[j]);
-                    add_heads(sum[q][1], __int2float_rn(acc[i + 2]), __int2float_rn(acc[i + 3]), pair[j]);
-                }
-            }
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                // even lanes go on with tokens 0 and 2, odd ones with 1 and 3; then the lower lanes with the first
-                const float first = (odd ? sum[1][k] : sum[0][k]) +
-                                    __shfl_xor_sync(0xffffffffu, odd ? sum[0][k] : sum[1][k], 1);
-                const float second = (odd ? sum[3][k] : sum[2][k]) +
-                                     __shfl_xor_sync(0xffffffffu, odd ? sum[2][k] : sum[3][k], 1);
-                out[a][k] = (upper ? second : first) + __shfl_xor_sync(0xffffffffu, upper ? first : second, 2);
-            }
+        for (int k = 0; k < kDim / 32; ++k) wgmma_s8_n128(acc, kHigh | (a + 2 * k), kHigh | (b + 2 * k), k > 0);
+    }
+
+    // sum * factor + 0: the factor is a power of two, and a sum of nothing but zeros is +0 in the reference
+    static __device__ __forceinline__ uint32_t finish(const float (&sum)[2], float factor_even, float factor_odd) {
+        return ptx::pack_bf16x2(__fmaf_rn(sum[0], factor_even, 0.0f), __fmaf_rn(sum[1], factor_odd, 0.0f));
+    }
+
+    // Columns column and column + 1 of a token
+    static __device__ __forceinline__ void store(const Token& token, int column, int num_cols, bool aligned, uint32_t pair) {
+        if (column >= token.visible) pair = (pair & 0xffff0000u) | kNegInfBf16;
+        if (column + 1 >= token.visible) pair = (pair & 0xffffu) | static_cast<uint32_t>(kNegInfBf16) << 16;
+        if (!token.mine) return;
+        if (aligned && column + 1 < num_cols) {
+            *reinterpret_cast<uint32_t*>(token.row + column) = pair;
+        } else {
+            if (column < num_cols) token.row[column] = static_cast<uint16_t>(pair);
+            if (column + 1 < num_cols) token.row[column + 1] = static_cast<uint16_t>(pair >> 16);
         }
     }
 
@@ -410,71 +393,75 @@ struct Consumer {
         const bool aligned = (reinterpret_cast<uintptr_t>(p.out) & 3) == 0 && p.out_stride % 2 == 0;
         int stage = 0, buffer = 0;
         uint32_t phase = 0, query_phase = 0;
-        if (group == 1) ptx::named_barrier_arrive(1, 256);  // warpgroup 0 begins
+        const auto emit = [&](const Token& token, int column, bool plain, uint32_t pair) {
+            if (plain) *reinterpret_cast<uint32_t*>(token.row + column) = pair;
+            else store(token, column, p.num_cols, aligned, pair);
+        };
+        uint32_t acc0[kAccumulators], acc1[kAccumulators];
         for (int64_t index = blockIdx.x; index < num_units; index += gridDim.x) {
             const Unit unit = unit_of(p, w, index);
             ptx::mbarrier_wait(ptx::smem_address(&shared.query_full[buffer]), query_phase);
             const QueryMeta& meta = shared.meta[buffer];
-            const uint64_t queries = smem_descriptor_k128(ptx::smem_address(shared.queries[buffer][group]));
-            const uint32_t weights = ptx::smem_address(meta.weight[group * kGroupTokens]);
-            int visible[2];
-            uint16_t* row[2];
+            const uint32_t queries0 = ptx::smem_address(shared.queries[buffer][group]), queries1 = queries0 + kImageBytes / 2;
+            uint32_t weight[2][kHeads / 2];
+            Token token[2];
 #pragma unroll
             for (int a = 0; a < 2; ++a) {
-                const int token = group * kGroupTokens + 4 * a + t;
-                visible[a] = meta.visible[token];
-                row[a] = p.out + static_cast<int64_t>(unit.block * kTokens + token) * p.out_stride;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    uint32_t four[4];
+                    load_shared_128(four, ptx::smem_address(meta.weight[group][a][i][t]));
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) weight[a][4 * i + j] = four[j];
+                }
+                const int number = group * kGroupTokens + kHalfTokens * a + t;
+                token[a].visible = meta.visible[number];
+                token[a].row = p.out + static_cast<int64_t>(unit.block * kTokens + number) * p.out_stride;
             }
             const int num_runs = meta.num_runs;
             for (int r = 0; r < num_runs; ++r) {
                 const Run run = meta.run[r];
                 const int num_tiles = tiles_of(unit, run.limit);
-                bool mine[2];
+                int plain = aligned ? p.num_cols : 0;  // tiles that end at or before this column need no condition in the warp
 #pragma unroll
                 for (int a = 0; a < 2; ++a) {
-                    const int token = group * kGroupTokens + 4 * a + t;
-                    mine[a] = token >= run.begin && token < run.end;
+                    const int number = group * kGroupTokens + kHalfTokens * a + t;
+                    token[a].mine = number >= run.begin && number < run.end;
+                    plain = min_of(plain, token[a].mine ? token[a].visible : 0);
                 }
+                plain = __reduce_min_sync(0xffffffffu, plain);
                 for (int tile = 0; tile < num_tiles; ++tile) {
                     ptx::mbarrier_wait(ptx::smem_address(&shared.full[stage]), phase);
-                    const KeyRecord& record = shared.stage[stage].record;
-                    const uint64_t keys = smem_descriptor_k128(ptx::smem_address(record.image));
-                    int acc[kAccumulators];
-                    __syncwarp();  // the stores of the last tile may have parted the lanes
-                    ptx::named_barrier_sync(1 + group, 256);  // this warpgroup's turn to issue
+                    __syncwarp();
+                    const uint32_t keys = ptx::smem_address(&shared.stage[stage]);
+                    const int first = unit.first_col + tile * kTileKeys, column = first + warp * 16 + 2 * g;
+                    float sum[2][2];
+                    fence_registers(acc0);
+                    fence_registers(acc1);
                     wgmma_fence();
-#pragma unroll
-                    for (int k = 0; k < kDim / 32; ++k)
-                        wgmma_s8_n256(acc, advance_descriptor(keys, 32 * k), advance_descriptor(queries, 32 * k), k > 0);
+                    issue(acc0, keys, queries0);
                     wgmma_commit();
-                    ptx::named_barrier_arrive(2 - group, 256);  // the other's turn
-                    const float factor_even = record.factor[warp * 16 + g], factor_odd = record.factor[warp * 16 + g + 8];
+                    issue(acc1, keys, queries1);
+                    wgmma_commit();
+                    const uint32_t factor = keys + kTileKeys * kDim + (warp * 16 + g) * 4;
+                    const float factor_even = load_shared_float(factor), factor_odd = load_shared_float(factor + 32);
+                    wgmma_wait<1>();  // the second half runs beside the first one's head sums
+                    fence_registers(acc0);
+                    head_sums(acc0, weight[0], sum[0]);
+                    emit(token[0], column, first + kTileKeys <= plain, finish(sum[0], factor_even, factor_odd));
+                    __syncwarp();
                     wgmma_wait<0>();
+                    fence_registers(acc1);
                     if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(&shared.empty[stage]));
                     stage = stage + 1 == kStages ? 0 : stage + 1;
                     phase ^= stage == 0;
-
-                    float sum[2][2];
-                    head_sums(acc, weights, t, sum);
-                    const int column = unit.first_col + tile * kTileKeys + warp * 16 + 2 * g;
-#pragma unroll
-                    for (int a = 0; a < 2; ++a) {
-                        uint32_t pair = ptx::pack_bf16x2(sum[a][0] * factor_even, sum[a][1] * factor_odd);
-                        if (column >= visible[a]) pair = (pair & 0xffff0000u) | kNegInfBf16;
-                        if (column + 1 >= visible[a]) pair = (pair & 0xffffu) | static_cast<uint32_t>(kNegInfBf16) << 16;
-                        if (!mine[a]) continue;
-                        if (aligned && column + 1 < p.num_cols) {
-                            *reinterpret_cast<uint32_t*>(row[a] + column) = pair;
-                        } else {
-                            if (column < p.num_cols) row[a][column] = static_cast<uint16_t>(pair);
-                            if (column + 1 < p.num_cols) row[a][column + 1] = static_cast<uint16_t>(pair >> 16);
-                        }
-                    }
+                    head_sums(acc1, weight[1], sum[1]);
+                    emit(token[1], column, first + kTileKeys <= plain, finish(sum[1], factor_even, factor_odd));
                 }
                 const int filled = unit.first_col + num_tiles * kTileKeys;
-                for (int token = group * kGroupTokens + warp; token < (group + 1) * kGroupTokens; token += 4)
-                    if (token >= run.begin && token < run.end)
-                        fill_neg_inf(p.out + static_cast<int64_t>(unit.block * kTokens + token) * p.out_stride, filled,
+                for (int number = group * kGroupTokens + warp; number < (group + 1) * kGroupTokens; number += 4)
+                    if (number >= run.begin && number < run.end)
+                        fill_neg_inf(p.out + static_cast<int64_t>(unit.block * kTokens + number) * p.out_stride, filled,
                                      unit.end_col, lane);
             }
             __syncwarp();
@@ -500,7 +487,7 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Work
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
-    const int group = threadIdx.x / 128;
+    const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);  // known to be uniform
     if (group == kConsumers) {
         ptx::setmaxnreg_dec<40>();
         if (threadIdx.x == kConsumers * 128) Producer::run(p, w, shared, num_units);
