@@ -1,0 +1,299 @@
+// Index scores of the candidate blocks (candidate_logits.cu: same function, same bits) from folded keys: int8 rows (fold.cuh)
+// and mma.sync s8, so that nothing is expanded for every token that reads a row.
+//
+// Passes (one stream, no host synchronisation):
+//   most_visible   largest visible count of each sequence
+//   fold_rows      the packed key rows of each sequence, in entry order: 1,024 bytes a block of 8 keys, and a factor a key.
+//                  Byte order of a block: lane (g, t) of the MMA owns quarter t of key g; its first 16 bytes lie at lane * 16, its
+//                  last 16 at 512 + lane * 16, so both loads of a warp are contiguous
+//   score          a warp owns up to 128 blocks of one token, two at a time (M = 16); its query rows are folded once into B
+//                  fragments; the next two blocks are on their way while two are scored. The four warps of a block take
+//                  neighbouring tokens over the same part of their candidates, which overlap in practice
+//   second pass    candidate_logits.cu for tokens whose queries and for blocks whose keys do not fold; nothing otherwise
+//
+// Head sums: score_tile.cuh. Limits: Hi <= 32, Di = 128, blocks of 8, pages of whole blocks; otherwise, or without a workspace,
+// candidate_logits.cu does everything. Workspace: candidate_workspace_bytes(), about 132 bytes a sequence and entry.
+// SASS: IMMA
+#include "common/launch.h"
+#include "common/math.h"
+#include "common/ptx_sm80.cuh"
+#include "indexer/fold.cuh"
+#include "indexer/indexer.h"
+#include "indexer/score_tile.cuh"
+
+namespace mdi::indexer {
+namespace folded {  // its own names: on the CPU it shares a translation unit with candidate_logits.cu
+
+constexpr int kDim = 128;
+constexpr int kBlockKeys = 8;
+constexpr int kBlockBytes = kBlockKeys * kDim;
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kWarpBlocks = 128;  // most blocks of a warp
+
+struct Workspace {
+    uint8_t* rows;            // [B, blocks, 1024]
+    float* factors;           // [B, blocks, 8]
+    int32_t* most_visible;    // [B]
+    uint8_t* marked_blocks;   // [B, blocks]
+    int32_t* any_marked;      // [1], and behind it
+    uint8_t* marked_tokens;   // [T]
+    int num_blocks;           // of a sequence: all that its page table can hold
+};
+
+int64_t place(int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, uint8_t* base, Workspace& w) {
+    int64_t offset = 0;
+    const auto take = [&](int64_t bytes) {
+        uint8_t* at = base + offset;
+        offset += align_up<int64_t>(bytes, 256);
+        return at;
+    };
+    w.rows = take(num_seqs * num_blocks * kBlockBytes);
+    w.factors = reinterpret_cast<float*>(take(num_seqs * num_blocks * kBlockKeys * 4));
+    w.most_visible = reinterpret_cast<int32_t*>(take(num_seqs * 4));
+    w.marked_blocks = take(num_seqs * num_blocks);
+    uint8_t* marks = take(16 + num_tokens);
+    w.any_marked = reinterpret_cast<int32_t*>(marks);
+    w.marked_tokens = marks + 16;
+    w.num_blocks = static_cast<int>(num_blocks);
+    return offset;
+}
+
+__device__ __forceinline__ int visible_of(const LogitsParams& p, int64_t token, int seq) {
+    if (seq < 0 || seq >= p.num_seqs) return 0;
+    const int64_t held = static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page;
+    return max_of(0, static_cast<int>(min_of<int64_t>(p.visible[token], held)));
+}
+
+constexpr int kFoldThreads = 256;
+
+__global__ void __launch_bounds__(kFoldThreads) most_visible_kernel(LogitsParams p, Workspace w) {
+    const int seq = static_cast<int>(blockIdx.x);
+    __shared__ int most;
+    if (threadIdx.x == 0) most = 0;
+    __syncthreads();
+    int mine = 0;
+    for (int token = threadIdx.x; token < p.num_tokens; token += kFoldThreads)
+        if (p.seq_of_token[token] == seq) mine = max_of(mine, visible_of(p, token, seq));
+    mine = __reduce_max_sync(0xffffffffu, mine);
+    if (threadIdx.x % 32 == 0) atomicMax(&most, mine);
+    __syncthreads();
+    if (threadIdx.x == 0) w.most_visible[seq] = most;
+}
+
+// One warp a block of 8 keys.
+__global__ void __launch_bounds__(kFoldThreads) fold_rows_kernel(LogitsParams p, Workspace w, int groups_per_seq) {
+    const int seq = static_cast<int>(blockIdx.x / groups_per_seq), lane = threadIdx.x % 32;
+    const int block = static_cast<int>(blockIdx.x % groups_per_seq) * (kFoldThreads / 32) + static_cast<int>(threadIdx.x) / 32;
+    const int most = w.most_visible[seq];
+    if (block >= w.num_blocks || block * kBlockKeys >= most) return;
+    const int entry = block * kBlockKeys + lane / 4, quarter = lane % 4;
+    uint32_t word[4] = {0, 0, 0, 0};
+    uint32_t scale = 127;
+    if (entry < most) {
+        const int page = p.page_table[static_cast<int64_t>(seq) * p.pages_per_seq + entry / p.entries_per_page];
+        const int64_t row = static_cast<int64_t>(page) * p.entries_per_page + entry % p.entries_per_page;
+        const uint8_t* source = p.keys + row * KeyRow<kDim>::kBytes;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) word[i] = reinterpret_cast<const uint32_t*>(source)[4 * quarter + i];
+        scale = source[KeyRow<kDim>::kCodeBytes + quarter];
+    }
+    const Folded folded = fold_quarter(word, scale);
+    const int64_t at = static_cast<int64_t>(seq) * w.num_blocks + block;
+    uint4* target = reinterpret_cast<uint4*>(w.rows + at * kBlockBytes) + lane;
+    target[0] = make_uint4(folded.bytes[0], folded.bytes[1], folded.bytes[2], folded.bytes[3]);
+    target[32] = make_uint4(folded.bytes[4], folded.bytes[5], folded.bytes[6], folded.bytes[7]);
+    if (quarter == 0) w.factors[at * kBlockKeys + lane / 4] = folded.factor();
+    const bool ok = __all_sync(0xffffffffu, folded.ok) != 0;
+    if (lane == 0) {
+        w.marked_blocks[at] = !ok;
+        if (!ok) atomicOr(w.any_marked, 1);
+    }
+}
+
+// mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32: d += a * b. Lane (g, t): a[0] row g, k 4t..4t+3; a[1] row g + 8;
+// a[2], a[3] the same rows, k + 16; b[0] column g, k 4t..4t+3; b[1] k + 16; d as in mma_bf16_m16n8k16.
+__device__ __forceinline__ void mma_s8_m16n8k32(uint32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                                uint32_t b1) {
+#if defined(__CUDA_ARCH__)
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#else
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint32_t a[2][2] = {{a0, a2}, {a1, a3}}, b[2] = {b0, b1};
+    for (int i = 0; i < 4; ++i)
+        for (int source = 0; source < 4; ++source)
+            for (int half = 0; half < 2; ++half) {
+                const uint32_t x = __shfl_sync(0xffffffffu, a[i / 2][half], 4 * g + source);
+                uint32_t y[2];
+                for (int column = 0; column < 2; ++column) {
+                    // every lane reads the column it needs: 2t + column
+                    y[column] = __shfl_sync(0xffffffffu, b[half], 4 * (2 * t + column) + source);
+                }
+                for (int byte = 0; byte < 4; ++byte)
+                    d[i] += static_cast<uint32_t>(static_cast<int8_t>(x >> 8 * byte) * static_cast<int8_t>(y[i % 2] >> 8 * byte));
+            }
+#endif
+}
+
+// Two blocks of 8 folded keys: a lane's quarter of key g of both; for t < 2 the factor of key g of block t, and how many keys of
+// that block are visible.
+struct KeyPair {
+    uint4 low[2], high[2];
+    float factor;
+    int count;
+    bool any;  // one of the 16 keys is visible
+};
+
+// Blocks without a visible entry read block 0 instead; nothing of it is used.
+__device__ __forceinline__ void fetch(const Workspace& w, int64_t first, int low, int high, int visible, int t, int lane,
+                                      KeyPair& keys) {
+    const int limit = ceil_div(visible, kBlockKeys);
+    const bool has_low = low >= 0 && low < limit, has_high = high >= 0 && high < limit;
+    const int64_t at_low = first + (has_low ? low : 0), at_high = first + (has_high ? high : 0);
+    const uint4* source_low = reinterpret_cast<const uint4*>(w.rows + at_low * kBlockBytes) + lane;
+    const uint4* source_high = reinterpret_cast<const uint4*>(w.rows + at_high * kBlockBytes) + lane;
+    keys.low[0] = source_low[0], keys.low[1] = source_low[32];
+    keys.high[0] = source_high[0], keys.high[1] = source_high[32];
+    keys.factor = w.factors[(t == 0 ? at_low : at_high) * kBlockKeys + lane / 4];
+    keys.count = (t == 0 ? has_low : has_high) ? visible - (t == 0 ? low : high) * kBlockKeys : 0;
+    keys.any = has_low || has_high;
+}
+
+template <int kTiles>
+__global__ void __launch_bounds__(kThreads, 4) folded_kernel(LogitsParams p, Workspace w, int num_chunks, int warp_blocks) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int64_t token = static_cast<int64_t>(blockIdx.x / num_chunks) * kWarps + warp;
+    const int first_block = static_cast<int>(blockIdx.x % num_chunks) * warp_blocks;
+    const int num_blocks = min_of(warp_blocks, p.num_candidates - first_block);
+    if (token >= p.num_tokens || num_blocks <= 0) return;
+    const int seq = p.seq_of_token[token];
+    const int visible = visible_of(p, token, seq);
+    const int64_t first = visible > 0 ? static_cast<int64_t>(seq) * w.num_blocks : 0;
+    const int32_t* candidates = p.candidates + token * p.num_candidates + first_block;
+    uint16_t* out = p.out + token * p.out_stride + static_cast<int64_t>(first_block) * kBlockKeys;
+
+    uint32_t b[kTiles][8], weight[kTiles];
+    bool ok = true;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+        const int head = 8 * n + g;
+        uint32_t word[4] = {0, 0, 0, 0};
+        uint32_t scale = 127;
+        uint16_t weight_of_row = 0;
+        if (head < p.num_heads) {
+            const int64_t row = token * p.num_heads + head;
+            const uint4 v = reinterpret_cast<const uint4*>(p.q_codes)[row * 4 + t];
+            word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+            scale = p.q_scale[row * 4 + t];
+            weight_of_row = p.weights[row];
+        }
+        const Folded folded = fold_quarter(word, scale);
+        ok = ok && folded.ok && weight_folds(weight_of_row);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) b[n][i] = folded.bytes[i];
+        const uint32_t scaled = scaled_weight(weight_of_row, folded.exponent);  // of head 8n + g; the epilogue wants 8n + 2t, + 1
+        weight[n] = __shfl_sync(0xffffffffu, scaled, 8 * t) | __shfl_sync(0xffffffffu, scaled, 8 * t + 4) << 16;
+    }
+    if (__all_sync(0xffffffffu, ok) == 0) {  // the second pass scores this token
+        if (lane == 0) {
+            w.marked_tokens[token] = 1;
+            atomicOr(w.any_marked, 1);
+        }
+        return;
+    }
+
+    // lane l holds the id of candidate 32 * (i / 32) + l while block i is fetched; 32 more are on their way
+    int ids = lane < num_blocks ? candidates[lane] : -1;
+    int next_ids = 32 + lane < num_blocks ? candidates[32 + lane] : -1;
+    const auto fetch_at = [&](int block, KeyPair& keys) {  // block, block + 1 of the candidates, asked for in order
+        if (block % 32 == 0 && block > 0) {
+            ids = next_ids;
+            next_ids = block + 32 + lane < num_blocks ? candidates[block + 32 + lane] : -1;
+        }
+        const int low = __shfl_sync(0xffffffffu, ids, block % 32), high = __shfl_sync(0xffffffffu, ids, (block + 1) % 32);
+        fetch(w, first, low, high, visible, t, lane, keys);
+    };
+    const auto score = [&](int block, const KeyPair& keys) {
+        float sum_low = 0.0f, sum_high = 0.0f;
+        if (keys.any) {
+            uint32_t acc[kTiles][4];
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const uint4 x = keys.low[half], y = keys.high[half];
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n) mma_s8_m16n8k32(acc[n], x.x, y.x, x.y, y.y, b[n][4 * half], b[n][4 * half + 1]);
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n) mma_s8_m16n8k32(acc[n], x.z, y.z, x.w, y.w, b[n][4 * half + 2], b[n][4 * half + 3]);
+            }
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) {
+                add_heads(sum_low, int_relu(acc[n][0]), int_relu(acc[n][1]), weight[n]);
+                add_heads(sum_high, int_relu(acc[n][2]), int_relu(acc[n][3]), weight[n]);
+            }
+            sum_low = quad_sum(sum_low);
+            sum_high = quad_sum(sum_high);
+        }
+        // lane t == 0 stores key g of the first block, lane t == 1 of the second
+        const uint16_t value = g < keys.count ? to_bf16_bits((t == 0 ? sum_low : sum_high) * keys.factor) : kNegInfBf16;
+        if (t < 2 && block + t < num_blocks) out[(block + t) * kBlockKeys + g] = value;
+    };
+    KeyPair even, odd;  // two blocks are on their way while two are scored
+    fetch_at(0, even);
+    for (int block = 0; block < num_blocks; block += 4) {
+        fetch_at(block + 2, odd);
+        score(block, even);
+        fetch_at(block + 4, even);
+        score(block + 2, odd);
+    }
+}
+
+template <int kTiles>
+void launch_folded(const LogitsParams& p, const Workspace& w) {
+    // fewer blocks a warp when few tokens would leave SMs idle
+    const int64_t groups = ceil_div(p.num_tokens, kWarps);
+    int warp_blocks = kWarpBlocks;
+    while (warp_blocks > 16 && groups * ceil_div(p.num_candidates, warp_blocks) < 1024) warp_blocks /= 2;
+    const int num_chunks = ceil_div(p.num_candidates, warp_blocks);
+    launch("indexer.candidate_logits", folded_kernel<kTiles>,
+           {dim3(static_cast<unsigned>(groups * num_chunks)), dim3(kThreads), 0, p.stream}, p, w, num_chunks, warp_blocks);
+}
+
+}  // namespace folded
+
+int64_t candidate_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t entries_per_seq) {
+    folded::Workspace w;
+    return folded::place(num_tokens, num_seqs, ceil_div<int64_t>(entries_per_seq, folded::kBlockKeys), nullptr, w);
+}
+
+void launch_candidate_logits_sm90(const LogitsParams& params) {
+    LogitsParams p = params;
+    const bool folds = p.workspace != nullptr && p.head_dim == folded::kDim && p.num_heads <= 32 && p.block_size == folded::kBlockKeys &&
+                       p.entries_per_page % folded::kBlockKeys == 0 && p.pages_per_seq > 0 && reinterpret_cast<uintptr_t>(p.keys) % 16 == 0;
+    if (!folds) {
+        launch_candidate_logits(p);
+        return;
+    }
+    folded::Workspace w;
+    folded::place(p.num_tokens, p.num_seqs, static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page / folded::kBlockKeys, p.workspace, w);
+    check_cuda("indexer.candidate_logits", cudaMemsetAsync(w.any_marked, 0, 16 + static_cast<size_t>(p.num_tokens), p.stream));
+    launch("indexer.candidate_logits", folded::most_visible_kernel, {dim3(static_cast<unsigned>(p.num_seqs)), dim3(folded::kFoldThreads), 0, p.stream},
+           p, w);
+    const int groups = ceil_div(w.num_blocks, folded::kFoldThreads / 32);
+    launch("indexer.candidate_logits", folded::fold_rows_kernel,
+           {dim3(static_cast<unsigned>(static_cast<int64_t>(p.num_seqs) * groups)), dim3(folded::kFoldThreads), 0, p.stream}, p, w, groups);
+    if (p.num_heads <= 8) folded::launch_folded<1>(p, w);
+    else if (p.num_heads <= 16) folded::launch_folded<2>(p, w);
+    else folded::launch_folded<4>(p, w);
+    p.any_marked = w.any_marked;
+    p.marked_tokens = w.marked_tokens;
+    p.marked_tiles = w.marked_blocks;
+    p.marked_stride = w.num_blocks;
+    launch_candidate_logits(p);
+}
+
+}  // namespace mdi::indexer
