@@ -4,9 +4,10 @@
 // Passes (one stream, no host synchronisation):
 //   most_visible   largest visible count of each sequence
 //   fold_rows      the packed key rows of each sequence, in entry order: 1,024 bytes a block of 8 keys, and a factor a key.
-//                  Byte order of a block: lane (g, t) of the MMA owns quarter t of key g; its first 16 bytes lie at lane * 16, its
-//                  last 16 at 512 + lane * 16, so both loads of a warp are contiguous
-//   score          a warp owns up to 128 blocks of one token, two at a time (M = 16); its query rows are folded once into B
+//                  Byte order of a block: 16 bytes at 256 * s + 16 * (4 * (g % 4) + t) are the A fragment of MMA step s of lane
+//                  (g, t): words 2s and 2s + 1 of quarter t of key g % 4, interleaved with those of key g % 4 + 4
+//   score          a warp owns up to 128 blocks of one token, two at a time (M = 16: lanes g < 4 hold the keys of the first
+//                  block, as rows g and g + 8, lanes g >= 4 those of the second); its query rows are folded once into B
 //                  fragments; the next two blocks are on their way while two are scored. The four warps of a block take
 //                  neighbouring tokens over the same part of their candidates, which overlap in practice
 //   second pass    candidate_logits.cu for tokens whose queries and for blocks whose keys do not fold; nothing otherwise
@@ -100,9 +101,21 @@ __global__ void __launch_bounds__(kFoldThreads) fold_rows_kernel(LogitsParams p,
     }
     const Folded folded = fold_quarter(word, scale);
     const int64_t at = static_cast<int64_t>(seq) * w.num_blocks + block;
-    uint4* target = reinterpret_cast<uint4*>(w.rows + at * kBlockBytes) + lane;
-    target[0] = make_uint4(folded.bytes[0], folded.bytes[1], folded.bytes[2], folded.bytes[3]);
-    target[32] = make_uint4(folded.bytes[4], folded.bytes[5], folded.bytes[6], folded.bytes[7]);
+    // lanes of keys 0..3 write steps 0 and 1 of themselves and the key 4 further on, lanes of keys 4..7 steps 2 and 3
+    const bool first = lane < 16;
+    uint32_t mine[4], other[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        mine[i] = first ? folded.bytes[i] : folded.bytes[4 + i];
+        other[i] = __shfl_xor_sync(0xffffffffu, first ? folded.bytes[4 + i] : folded.bytes[i], 16);
+    }
+    uint4* target = reinterpret_cast<uint4*>(w.rows + at * kBlockBytes) + (first ? 0 : 32) + lane % 16;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        const uint32_t a0 = first ? mine[2 * j] : other[2 * j], b0 = first ? other[2 * j] : mine[2 * j];
+        const uint32_t a1 = first ? mine[2 * j + 1] : other[2 * j + 1], b1 = first ? other[2 * j + 1] : mine[2 * j + 1];
+        target[16 * j] = make_uint4(a0, b0, a1, b1);
+    }
     if (quarter == 0) w.factors[at * kBlockKeys + lane / 4] = folded.factor();
     const bool ok = __all_sync(0xffffffffu, folded.ok) != 0;
     if (lane == 0) {
@@ -138,28 +151,22 @@ __device__ __forceinline__ void mma_s8_m16n8k32(uint32_t (&d)[4], uint32_t a0, u
 #endif
 }
 
-// Two blocks of 8 folded keys: a lane's quarter of key g of both; for t < 2 the factor of key g of block t, and how many keys of
-// that block are visible.
+// A lane's part of two blocks of 8 folded keys: keys g % 4 and g % 4 + 4 of its block (the second one for g >= 4).
 struct KeyPair {
-    uint4 low[2], high[2];
-    float factor;
-    int count;
-    bool any;  // one of the 16 keys is visible
+    uint4 step[4];
+    float factor;  // of key g % 4 + 4 * (t % 2)
+    int count;     // visible keys of the lane's block; may be more than 8
 };
 
-// Blocks without a visible entry read block 0 instead; nothing of it is used.
-__device__ __forceinline__ void fetch(const Workspace& w, int64_t first, int low, int high, int visible, int t, int lane,
-                                      KeyPair& keys) {
-    const int limit = ceil_div(visible, kBlockKeys);
-    const bool has_low = low >= 0 && low < limit, has_high = high >= 0 && high < limit;
-    const int64_t at_low = first + (has_low ? low : 0), at_high = first + (has_high ? high : 0);
-    const uint4* source_low = reinterpret_cast<const uint4*>(w.rows + at_low * kBlockBytes) + lane;
-    const uint4* source_high = reinterpret_cast<const uint4*>(w.rows + at_high * kBlockBytes) + lane;
-    keys.low[0] = source_low[0], keys.low[1] = source_low[32];
-    keys.high[0] = source_high[0], keys.high[1] = source_high[32];
-    keys.factor = w.factors[(t == 0 ? at_low : at_high) * kBlockKeys + lane / 4];
-    keys.count = (t == 0 ? has_low : has_high) ? visible - (t == 0 ? low : high) * kBlockKeys : 0;
-    keys.any = has_low || has_high;
+// A block without a visible entry reads block 0 instead; nothing of it is used.
+__device__ __forceinline__ void fetch(const Workspace& w, int64_t first, int block, int visible, int lane, KeyPair& keys) {
+    const bool seen = static_cast<uint32_t>(block) < static_cast<uint32_t>(ceil_div(visible, kBlockKeys));
+    const int64_t at = first + (seen ? block : 0);
+    const uint4* source = reinterpret_cast<const uint4*>(w.rows + at * kBlockBytes) + lane % 16;
+#pragma unroll
+    for (int s = 0; s < 4; ++s) keys.step[s] = source[16 * s];
+    keys.factor = w.factors[at * kBlockKeys + lane / 4 % 4 + 4 * (lane % 2)];
+    keys.count = seen ? visible - block * kBlockKeys : 0;
 }
 
 template <int kTiles>
@@ -213,22 +220,19 @@ __global__ void __launch_bounds__(kThreads, 4) folded_kernel(LogitsParams p, Wor
             ids = next_ids;
             next_ids = block + 32 + lane < num_blocks ? candidates[block + 32 + lane] : -1;
         }
-        const int low = __shfl_sync(0xffffffffu, ids, block % 32), high = __shfl_sync(0xffffffffu, ids, (block + 1) % 32);
-        fetch(w, first, low, high, visible, t, lane, keys);
+        fetch(w, first, __shfl_sync(0xffffffffu, ids, block % 32 + lane / 16), visible, lane, keys);
     };
     const auto score = [&](int block, const KeyPair& keys) {
         float sum_low = 0.0f, sum_high = 0.0f;
-        if (keys.any) {
+        if (__any_sync(0xffffffffu, keys.count > 0)) {
             uint32_t acc[kTiles][4];
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint4 x = keys.low[half], y = keys.high[half];
+            for (int step = 0; step < 4; ++step) {
+                const uint4 a = keys.step[step];
 #pragma unroll
-                for (int n = 0; n < kTiles; ++n) mma_s8_m16n8k32(acc[n], x.x, y.x, x.y, y.y, b[n][4 * half], b[n][4 * half + 1]);
-#pragma unroll
-                for (int n = 0; n < kTiles; ++n) mma_s8_m16n8k32(acc[n], x.z, y.z, x.w, y.w, b[n][4 * half + 2], b[n][4 * half + 3]);
+                for (int n = 0; n < kTiles; ++n) mma_s8_m16n8k32(acc[n], a.x, a.y, a.z, a.w, b[n][2 * step], b[n][2 * step + 1]);
             }
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
@@ -238,9 +242,10 @@ __global__ void __launch_bounds__(kThreads, 4) folded_kernel(LogitsParams p, Wor
             sum_low = quad_sum(sum_low);
             sum_high = quad_sum(sum_high);
         }
-        // lane t == 0 stores key g of the first block, lane t == 1 of the second
-        const uint16_t value = g < keys.count ? to_bf16_bits((t == 0 ? sum_low : sum_high) * keys.factor) : kNegInfBf16;
-        if (t < 2 && block + t < num_blocks) out[(block + t) * kBlockKeys + g] = value;
+        // lane t == 0 stores key g % 4 of its block, lane t == 1 key g % 4 + 4
+        const int key = g % 4 + 4 * (t % 2), mine = block + lane / 16;
+        const uint16_t value = key < keys.count ? to_bf16_bits((t == 0 ? sum_low : sum_high) * keys.factor) : kNegInfBf16;
+        if (t < 2 && mine < num_blocks) out[mine * kBlockKeys + key] = value;
     };
     KeyPair even, odd;  // two blocks are on their way while two are scored
     fetch_at(0, even);
