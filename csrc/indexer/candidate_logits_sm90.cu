@@ -3,12 +3,12 @@
 //
 // Passes (one stream, no host synchronisation):
 //   most_visible   largest visible count of each sequence
-//   fold_rows      the packed key rows of each sequence, in entry order: 1,024 bytes a block of 8 keys, and a factor a key.
+//   fold_rows      the packed key rows of each sequence, in entry order: 1,056 bytes a block of 8 keys, its 8 factors last.
 //                  Byte order of a block: 16 bytes at 256 * s + 16 * (4 * (g % 4) + t) are the A fragment of MMA step s of lane
 //                  (g, t): words 2s and 2s + 1 of quarter t of key g % 4, interleaved with those of key g % 4 + 4
 //   score          a warp owns up to 128 blocks of one token, two at a time (M = 16: lanes g < 4 hold the keys of the first
 //                  block, as rows g and g + 8, lanes g >= 4 those of the second); its query rows are folded once into B
-//                  fragments; the next two blocks are on their way while two are scored. The four warps of a block take
+//                  fragments; a ring of four pairs of blocks is filled three ahead (cp.async). The four warps of a block take
 //                  neighbouring tokens over the same part of their candidates, which overlap in practice
 //   second pass    candidate_logits.cu for tokens whose queries and for blocks whose keys do not fold; nothing otherwise
 //
@@ -27,14 +27,15 @@ namespace folded {  // its own names: on the CPU it shares a translation unit wi
 
 constexpr int kDim = 128;
 constexpr int kBlockKeys = 8;
-constexpr int kBlockBytes = kBlockKeys * kDim;
+constexpr int kCodeBytes = kBlockKeys * kDim;
+constexpr int kBlockBytes = kCodeBytes + kBlockKeys * 4;  // 1,056: codes, then the factors of the 8 keys
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kWarpBlocks = 128;  // most blocks of a warp
+constexpr int kRing = 4;          // pairs of blocks
 
 struct Workspace {
-    uint8_t* rows;            // [B, blocks, 1024]
-    float* factors;           // [B, blocks, 8]
+    uint8_t* rows;            // [B, blocks, kBlockBytes]
     int32_t* most_visible;    // [B]
     uint8_t* marked_blocks;   // [B, blocks]
     int32_t* any_marked;      // [1], and behind it
@@ -50,7 +51,6 @@ int64_t place(int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, uint8_t*
         return at;
     };
     w.rows = take(num_seqs * num_blocks * kBlockBytes);
-    w.factors = reinterpret_cast<float*>(take(num_seqs * num_blocks * kBlockKeys * 4));
     w.most_visible = reinterpret_cast<int32_t*>(take(num_seqs * 4));
     w.marked_blocks = take(num_seqs * num_blocks);
     uint8_t* marks = take(16 + num_tokens);
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kFoldThreads) fold_rows_kernel(LogitsParams p,
         const uint32_t a1 = first ? mine[2 * j + 1] : other[2 * j + 1], b1 = first ? other[2 * j + 1] : mine[2 * j + 1];
         target[16 * j] = make_uint4(a0, b0, a1, b1);
     }
-    if (quarter == 0) w.factors[at * kBlockKeys + lane / 4] = folded.factor();
+    if (quarter == 0) reinterpret_cast<float*>(w.rows + at * kBlockBytes + kCodeBytes)[lane / 4] = folded.factor();
     const bool ok = __all_sync(0xffffffffu, folded.ok) != 0;
     if (lane == 0) {
         w.marked_blocks[at] = !ok;
@@ -151,33 +151,36 @@ __device__ __forceinline__ void mma_s8_m16n8k32(uint32_t (&d)[4], uint32_t a0, u
 #endif
 }
 
-// A lane's part of two blocks of 8 folded keys: keys g % 4 and g % 4 + 4 of its block (the second one for g >= 4).
-struct KeyPair {
-    uint4 step[4];
-    float factor;  // of key g % 4 + 4 * (t % 2)
-    int count;     // visible keys of the lane's block; may be more than 8
+struct SharedWarp {
+    alignas(16) uint8_t ring[kRing][2][kBlockBytes];
+    int id[kWarpBlocks + 2 * kRing];  // the warp's candidates; -1 = no visible entry
 };
+static_assert(sizeof(SharedWarp) * kWarps <= 48 * 1024, "static shared memory");
 
-// A block without a visible entry reads block 0 instead; nothing of it is used.
-__device__ __forceinline__ void fetch(const Workspace& w, int64_t first, int block, int visible, int lane, KeyPair& keys) {
-    const bool seen = static_cast<uint32_t>(block) < static_cast<uint32_t>(ceil_div(visible, kBlockKeys));
-    const int64_t at = first + (seen ? block : 0);
-    const uint4* source = reinterpret_cast<const uint4*>(w.rows + at * kBlockBytes) + lane % 16;
+// Lanes 0..15 copy the first block of a pair, lanes 16..31 the second one.
+__device__ __forceinline__ void fetch(const Workspace& w, int64_t first, SharedWarp& shared, int pair, int lane) {
+    const int half = lane / 16, part = lane % 16, block = shared.id[2 * pair + half];
+    if (block >= 0) {
+        const uint8_t* source = w.rows + (first + block) * kBlockBytes + part * 16;
+        const uint32_t target = ptx::smem_address(shared.ring[pair % kRing][half]) + part * 16;
 #pragma unroll
-    for (int s = 0; s < 4; ++s) keys.step[s] = source[16 * s];
-    keys.factor = w.factors[at * kBlockKeys + lane / 4 % 4 + 4 * (lane % 2)];
-    keys.count = seen ? visible - block * kBlockKeys : 0;
+        for (int s = 0; s < 4; ++s) ptx::cp_async_16(target + 256 * s, source + 256 * s);
+        if (part < 2) ptx::cp_async_16(target + kCodeBytes, source + kCodeBytes);
+    }
 }
 
 template <int kTiles>
 __global__ void __launch_bounds__(kThreads, 4) folded_kernel(LogitsParams p, Workspace w, int num_chunks, int warp_blocks) {
+    __shared__ SharedWarp shared_warps[kWarps];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    SharedWarp& shared = shared_warps[warp];
     const int64_t token = static_cast<int64_t>(blockIdx.x / num_chunks) * kWarps + warp;
     const int first_block = static_cast<int>(blockIdx.x % num_chunks) * warp_blocks;
     const int num_blocks = min_of(warp_blocks, p.num_candidates - first_block);
     if (token >= p.num_tokens || num_blocks <= 0) return;
     const int seq = p.seq_of_token[token];
     const int visible = visible_of(p, token, seq);
+    const int limit = ceil_div(visible, kBlockKeys);  // blocks from here on have no visible entry
     const int64_t first = visible > 0 ? static_cast<int64_t>(seq) * w.num_blocks : 0;
     const int32_t* candidates = p.candidates + token * p.num_candidates + first_block;
     uint16_t* out = p.out + token * p.out_stride + static_cast<int64_t>(first_block) * kBlockKeys;
@@ -212,25 +215,33 @@ __global__ void __launch_bounds__(kThreads, 4) folded_kernel(LogitsParams p, Wor
         return;
     }
 
-    // lane l holds the id of candidate 32 * (i / 32) + l while block i is fetched; 32 more are on their way
-    int ids = lane < num_blocks ? candidates[lane] : -1;
-    int next_ids = 32 + lane < num_blocks ? candidates[32 + lane] : -1;
-    const auto fetch_at = [&](int block, KeyPair& keys) {  // block, block + 1 of the candidates, asked for in order
-        if (block % 32 == 0 && block > 0) {
-            ids = next_ids;
-            next_ids = block + 32 + lane < num_blocks ? candidates[block + 32 + lane] : -1;
-        }
-        fetch(w, first, __shfl_sync(0xffffffffu, ids, block % 32 + lane / 16), visible, lane, keys);
-    };
-    const auto score = [&](int block, const KeyPair& keys) {
+    for (int i = lane; i < kWarpBlocks + 2 * kRing; i += 32) {
+        const int id = i < num_blocks ? candidates[i] : -1;
+        shared.id[i] = id >= 0 && id < limit ? id : -1;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int pair = 0; pair < kRing - 1; ++pair) {
+        fetch(w, first, shared, pair, lane);
+        ptx::cp_async_commit();
+    }
+    // lane t == 0 stores key g % 4 of the lane's block, lane t == 1 key g % 4 + 4
+    const int key = g % 4 + 4 * (t % 2);
+    for (int pair = 0; 2 * pair < num_blocks; ++pair) {
+        ptx::cp_async_wait<kRing - 2>();
+        __syncwarp();  // the pair's bytes are there for every lane, and nobody reads the slot that is fetched next
+        fetch(w, first, shared, pair + kRing - 1, lane);
+        ptx::cp_async_commit();
+        const uint8_t* block = shared.ring[pair % kRing][lane / 16];
+        const int mine = 2 * pair + lane / 16, id = shared.id[mine];
         float sum_low = 0.0f, sum_high = 0.0f;
-        if (__any_sync(0xffffffffu, keys.count > 0)) {
+        if (__any_sync(0xffffffffu, id >= 0)) {
             uint32_t acc[kTiles][4];
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0;
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
-                const uint4 a = keys.step[step];
+                const uint4 a = reinterpret_cast<const uint4*>(block)[16 * step + lane % 16];
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) mma_s8_m16n8k32(acc[n], a.x, a.y, a.z, a.w, b[n][2 * step], b[n][2 * step + 1]);
             }
@@ -242,19 +253,12 @@ __global__ void __launch_bounds__(kThreads, 4) folded_kernel(LogitsParams p, Wor
             sum_low = quad_sum(sum_low);
             sum_high = quad_sum(sum_high);
         }
-        // lane t == 0 stores key g % 4 of its block, lane t == 1 key g % 4 + 4
-        const int key = g % 4 + 4 * (t % 2), mine = block + lane / 16;
-        const uint16_t value = key < keys.count ? to_bf16_bits((t == 0 ? sum_low : sum_high) * keys.factor) : kNegInfBf16;
+        const float factor = reinterpret_cast<const float*>(block + kCodeBytes)[key];
+        const bool seen = id >= 0 && id * kBlockKeys + key < visible;
+        const uint16_t value = seen ? to_bf16_bits((t == 0 ? sum_low : sum_high) * factor) : kNegInfBf16;
         if (t < 2 && mine < num_blocks) out[mine * kBlockKeys + key] = value;
-    };
-    KeyPair even, odd;  // two blocks are on their way while two are scored
-    fetch_at(0, even);
-    for (int block = 0; block < num_blocks; block += 4) {
-        fetch_at(block + 2, odd);
-        score(block, even);
-        fetch_at(block + 4, even);
-        score(block + 2, odd);
     }
+    ptx::cp_async_wait<0>();
 }
 
 template <int kTiles>
