@@ -16,6 +16,8 @@
 //
 // Shared memory: 32 KiB of collected items + 2 bits an item (48 KiB at 65,536 columns) + 1.3 KiB.
 // Limits: none on columns; any k >= 1 (k > kCapacity takes the exact path). Plain CUDA: also runs under tests/host/cuda_on_cpu.h.
+#include <type_traits>
+
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "indexer/indexer.h"
@@ -154,14 +156,37 @@ struct EightSource {
     }
 };
 
-// Bit i: item i of the vector is at or above the threshold; false for NaN and -inf.
+// ffff in the halves of x (bf16 pair) that are at or above the half of `threshold`; 0 for NaN
+__device__ __forceinline__ uint32_t at_least_bf16x2(uint32_t x, uint32_t threshold) {
+#if defined(__CUDA_ARCH__)
+    uint32_t mask;
+    asm("set.ge.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(x), "r"(threshold));
+    return mask;
+#else
+    const bool low = bits_float(x << 16) >= bits_float(threshold << 16);
+    const bool high = bits_float(x & 0xffff0000u) >= bits_float(threshold & 0xffff0000u);
+    return (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
+#endif
+}
+
+// Bit i: item i of the vector is at or above the threshold (at least -FLT_MAX); false for NaN and -inf.
 template <class Source>
 __device__ __forceinline__ uint32_t passing(const typename Source::Raw& raw, float threshold) {
-    float x[Source::kVector];
-    Source::unpack(raw, x);
     uint32_t bits = 0;
+    if constexpr (std::is_same_v<Source, ColumnSource<uint16_t>> || std::is_same_v<Source, EightSource>) {
+        // the low half of a threshold does not decide: no bf16 score lies between
+        const uint32_t pair = (float_bits(threshold) >> 16) * 0x10001u;
+        const uint32_t a = at_least_bf16x2(raw.x, pair), b = at_least_bf16x2(raw.y, pair);
+        const uint32_t c = at_least_bf16x2(raw.z, pair), d = at_least_bf16x2(raw.w, pair);
+        if constexpr (Source::kVector == 1) return (a | b | c | d) != 0 ? 1u : 0u;
+        bits = (a & 0x00020001u) | (b & 0x00080004u) | (c & 0x00200010u) | (d & 0x00800040u);
+        bits = (bits | bits >> 16) & 0xffu;
+    } else {
+        float x[Source::kVector];
+        Source::unpack(raw, x);
 #pragma unroll
-    for (int i = 0; i < Source::kVector; ++i) bits |= x[i] >= threshold ? 1u << i : 0u;
+        for (int i = 0; i < Source::kVector; ++i) bits |= x[i] >= threshold ? 1u << i : 0u;
+    }
     return bits;
 }
 
