@@ -6,7 +6,7 @@
 //   fold_rows      the packed key rows of each sequence, in entry order: 1,056 bytes a block of 8 keys, its 8 factors last.
 //                  Byte order of a block: 16 bytes at 256 * s + 16 * (4 * (g % 4) + t) are the A fragment of MMA step s of lane
 //                  (g, t): words 2s and 2s + 1 of quarter t of key g % 4, interleaved with those of key g % 4 + 4
-//   score          a warp owns up to 128 blocks of one token, two at a time (M = 16: lanes g < 4 hold the keys of the first
+//   score          a warp owns up to 256 blocks of one token, two at a time (M = 16: lanes g < 4 hold the keys of the first
 //                  block, as rows g and g + 8, lanes g >= 4 those of the second); its query rows are folded once into B
 //                  fragments; a ring of four pairs of blocks is filled three ahead (cp.async). The four warps of a block take
 //                  neighbouring tokens over the same part of their candidates, which overlap in practice
@@ -31,7 +31,7 @@ constexpr int kCodeBytes = kBlockKeys * kDim;
 constexpr int kBlockBytes = kCodeBytes + kBlockKeys * 4;  // 1,056: codes, then the factors of the 8 keys
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
-constexpr int kWarpBlocks = 128;  // most blocks of a warp
+constexpr int kWarpBlocks = 256;  // most blocks of a warp
 constexpr int kRing = 4;          // pairs of blocks
 
 struct Workspace {
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, 4) folded_kernel(LogitsParams p, Wor
     const int32_t* candidates = p.candidates + token * p.num_candidates + first_block;
     uint16_t* out = p.out + token * p.out_stride + static_cast<int64_t>(first_block) * kBlockKeys;
 
-    uint32_t b[kTiles][8], weight[kTiles];
+    uint32_t b[kTiles][8], weight[kTiles][2];
     bool ok = true;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -205,7 +205,8 @@ __global__ void __launch_bounds__(kThreads, 4) folded_kernel(LogitsParams p, Wor
 #pragma unroll
         for (int i = 0; i < 8; ++i) b[n][i] = folded.bytes[i];
         const uint32_t scaled = scaled_weight(weight_of_row, folded.exponent);  // of head 8n + g; the epilogue wants 8n + 2t, + 1
-        weight[n] = __shfl_sync(0xffffffffu, scaled, 8 * t) | __shfl_sync(0xffffffffu, scaled, 8 * t + 4) << 16;
+        weight[n][0] = __shfl_sync(0xffffffffu, scaled, 8 * t) << 16;
+        weight[n][1] = __shfl_sync(0xffffffffu, scaled, 8 * t + 4) << 16;
     }
     if (__all_sync(0xffffffffu, ok) == 0) {  // the second pass scores this token
         if (lane == 0) {
@@ -247,8 +248,8 @@ __global__ void __launch_bounds__(kThreads, 4) folded_kernel(LogitsParams p, Wor
             }
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
-                add_heads(sum_low, int_relu(acc[n][0]), int_relu(acc[n][1]), weight[n]);
-                add_heads(sum_high, int_relu(acc[n][2]), int_relu(acc[n][3]), weight[n]);
+                add_folded_heads(sum_low, int_relu(acc[n][0]), int_relu(acc[n][1]), weight[n][0], weight[n][1]);
+                add_folded_heads(sum_high, int_relu(acc[n][2]), int_relu(acc[n][3]), weight[n][0], weight[n][1]);
             }
             sum_low = quad_sum(sum_low);
             sum_high = quad_sum(sum_high);

@@ -165,16 +165,19 @@ __global__ void __launch_bounds__(kFoldThreads) fold_queries_kernel(LogitsParams
             reinterpret_cast<uint16_t*>(&record.meta.weight[group][half][j / 4][t][j % 4])[head % 2] =
                 scaled_weight(weight, folded.exponent);
     }
-    if (threadIdx.x < kTokens)
-        record.meta.visible[threadIdx.x] =
-            static_cast<int>(threadIdx.x) < num_tokens ? clamped_visible(p, first_token + threadIdx.x) : 0;
+    __shared__ int seqs[kTokens], visible[kTokens];
+    if (threadIdx.x < kTokens) {
+        const bool there = static_cast<int>(threadIdx.x) < num_tokens;
+        seqs[threadIdx.x] = there ? p.seq_of_token[first_token + threadIdx.x] : -1;
+        record.meta.visible[threadIdx.x] = visible[threadIdx.x] = there ? clamped_visible(p, first_token + threadIdx.x) : 0;
+    }
+    __syncthreads();
     if (threadIdx.x == 0) {
         int num_runs = 0;
         for (int begin = 0; begin < num_tokens;) {
-            const int seq = p.seq_of_token[first_token + begin];
+            const int seq = seqs[begin];
             int end = begin, limit = 0;
-            for (; end < num_tokens && p.seq_of_token[first_token + end] == seq; ++end)
-                limit = max_of(limit, clamped_visible(p, first_token + end));
+            for (; end < num_tokens && seqs[end] == seq; ++end) limit = max_of(limit, visible[end]);
             record.meta.run[num_runs++] = {begin, end, seq, limit};
             begin = end;
         }
@@ -271,16 +274,6 @@ __device__ __forceinline__ float load_shared_float(uint32_t smem) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(smem));
     return x;
-}
-
-// mul_bf16x2 of the low half of `a`, twice, and b; the instruction selects the half itself
-__device__ __forceinline__ uint32_t mul_low_bf16x2(uint32_t a, uint32_t b) {
-    uint32_t d;
-    asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\nmov.b32 {low, high}, %1;\nmov.b32 twice, {low, low};\n"
-        "fma.rn.bf16x2 %0, twice, %2, %3;\n}\n"
-        : "=r"(d)
-        : "r"(a), "r"(b), "r"(0x80008000u));
-    return d;
 }
 
 // Head sums of one token for the thread's two keys; accumulators 4j, 4j + 1 are heads 2j, 2j + 1 of the even key, the next two of
@@ -504,10 +497,10 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Work
     __syncthreads();
     const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);  // known to be uniform
     if (group == kConsumers) {
-        ptx::setmaxnreg_dec<32>();
+        ptx::setmaxnreg_dec<40>();
         if (threadIdx.x == kConsumers * 128) Producer::run(p, w, shared, num_units);
     } else {
-        ptx::setmaxnreg_inc<240>();
+        ptx::setmaxnreg_inc<232>();
         Consumer::run(p, w, shared, group, num_units);
     }
 }
