@@ -90,7 +90,7 @@ class EngineConfig:
 
     def profile(self) -> NumericProfile:
         """The numeric profile these options ask for."""
-        return NumericProfile(getattr(torch, self.dtype), self.activation_quant, self.wo_a)
+        return NumericProfile(getattr(torch, self.dtype), self.activation_quant, self.wo_a, self.batch_invariant)
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser, **defaults: Any) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 
@@ -32,15 +33,28 @@ def _parse_level(text: str) -> int:
 
 
 def _parse_ops(text: str) -> dict[str, str]:
-    """`reference` -> {"*": "reference"}; `attention.sparse=portable,indexer.logits=reference` -> per op."""
+    """`reference` -> {"*": "reference"}; `attention.sparse=portable,indexer.logits=reference` -> per op.
+
+    Which ops and implementations exist is checked where they are known (ops/_dispatch.py).
+    """
+    if text.strip() == "reference":
+        return {"*": "reference"}
     chosen: dict[str, str] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        op, separator, impl = item.rpartition("=")
-        name = op.strip() if separator else "*"
-        if not name or not impl.strip() or name in chosen:
-            raise ValueError("must be IMPLEMENTATION or OP=IMPLEMENTATION,... with every op at most once")
-        chosen[name] = impl.strip()
+    for item in text.split(","):
+        op, _, impl = (piece.strip() for piece in item.partition("="))
+        if not op or not impl:
+            raise ValueError(f"{item.strip()!r} must be op=implementation (or MDI_OPS=reference alone)")
+        if op in chosen:
+            raise ValueError(f"{op} is given twice")
+        chosen[op] = impl
     return chosen
+
+
+def _parse_integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("must be an integer; start the ranks with torchrun") from None
 
 
 def _parse_archs(text: str) -> tuple[str, ...]:
@@ -70,6 +84,10 @@ ENVIRONMENT: dict[str, EnvVariable] = {
     "MDI_CUDA": EnvVariable("auto", _parse_cuda, "build: 0 = without kernels, 1 = kernels required, auto = if nvcc is found"),
     "MDI_CUDA_ARCHS": EnvVariable(("90a", "100a"), _parse_archs, "build: GPU architectures to compile for"),
     "MDI_TORCH": EnvVariable("torch>=2.11", str, "scripts: the torch that a new .venv gets"),
+    "RANK": EnvVariable(None, _parse_integer, "set by the launcher: rank of this process"),
+    "WORLD_SIZE": EnvVariable(None, _parse_integer, "set by the launcher: number of ranks"),
+    "LOCAL_RANK": EnvVariable(None, _parse_integer, "set by the launcher: GPU of this process"),
+    "MASTER_PORT": EnvVariable(None, _parse_integer, "set by the launcher: port of rank 0's store (MASTER_ADDR its host)"),
     "MAX_JOBS": EnvVariable(None, _parse_jobs, "build: parallel compiler jobs"),
 }
 
@@ -79,8 +97,14 @@ def read_env(name: str) -> Any:
     variable, text = ENVIRONMENT[name], os.environ.get(name, "")
     if not text:
         return variable.default
+    return _parsed(name, text)
+
+
+@lru_cache(maxsize=64)
+def _parsed(name: str, text: str) -> Any:
+    """Parsed once per text: ops read their variables at every call. Nobody may change the value."""
     try:
-        return variable.parse(text)
+        return ENVIRONMENT[name].parse(text)
     except ValueError as error:
         raise ValueError(f"environment variable {name} = {text!r}: {error}") from None
 

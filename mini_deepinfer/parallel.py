@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from mini_deepinfer.env_variables import read_env
 from mini_deepinfer.stages import COMMUNICATION, stage
 
 START_TIMEOUT_S = 25.0  # for all ranks to appear
@@ -207,14 +208,14 @@ class ProcessGroup(ExpertParallel):
         step_timeout_s: float = STEP_TIMEOUT_S,
     ) -> None:
         super().__init__()
-        self.rank, self.world = _read_env("RANK"), _read_env("WORLD_SIZE")
+        self.rank, self.world = _launcher_value("RANK"), _launcher_value("WORLD_SIZE")
         if not 0 <= self.rank < self.world:
             raise ValueError(f"parallel: RANK must be in 0..WORLD_SIZE-1, got RANK={self.rank} WORLD_SIZE={self.world}")
         self.device = torch.device(device)
         self._closed = False
         if self.device.type == "cuda":  # before the group is made: NCCL binds to the current device
             torch.cuda.set_device(self.device)
-        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _read_env("MASTER_PORT")
+        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _launcher_value("MASTER_PORT")
         # torchrun's agent hosts the store; without it rank 0 does.
         hosts_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -496,7 +497,7 @@ def make_parallel(
 
     Raises ValueError if ep_size does not match WORLD_SIZE, or if ep_loopback is combined with more than one process.
     """
-    world = _read_env("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
+    world = read_env("WORLD_SIZE") or 1
     if ep_loopback > 1:
         if world > 1:
             raise ValueError(f"parallel: ep_loopback={ep_loopback} is for one process, but WORLD_SIZE={world}")
@@ -524,9 +525,9 @@ def local_device(device: str) -> torch.device:
         raise ValueError("device cuda: this machine (or this build of torch) has no GPU; use --device cpu")
     if wanted.index is not None:
         index = wanted.index
-    elif "LOCAL_RANK" in os.environ:
-        index = _read_env("LOCAL_RANK")
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    elif read_env("LOCAL_RANK") is not None:
+        index = read_env("LOCAL_RANK")
+    elif (read_env("WORLD_SIZE") or 1) > 1:
         raise ValueError("device cuda: WORLD_SIZE is set but LOCAL_RANK is not, so the GPU of this rank is unknown")
     else:
         index = torch.cuda.current_device()
@@ -534,6 +535,13 @@ def local_device(device: str) -> torch.device:
         raise ValueError(f"device cuda: LOCAL_RANK={index} but there are {num_gpus} GPUs; start one process per GPU")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def _launcher_value(name: str) -> int:
+    value = read_env(name)
+    if value is None:
+        raise ValueError(f"parallel: {name} is not set; start the ranks with torchrun")
+    return value
 
 
 def _connect(address: str, port: int, rank: int, world: int, timeout_s: float, *, host: bool = False) -> dist.TCPStore:
@@ -552,14 +560,6 @@ def _connect(address: str, port: int, rank: int, world: int, timeout_s: float, *
         else:
             what = f"found no store at {address}:{port} within {timeout_s:.0f} s; is rank 0 running?"
         raise RuntimeError(f"parallel: rank {rank} {what} ({_first_line(error)})") from error
-
-
-def _read_env(name: str) -> int:
-    text = os.environ.get(name)
-    try:
-        return int(text if text is not None else "")
-    except ValueError:
-        raise ValueError(f"parallel: {name} must be an integer, got {text!r}; start the ranks with torchrun") from None
 
 
 def _process_start(pid: int) -> str | None:

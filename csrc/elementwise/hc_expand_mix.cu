@@ -3,15 +3,16 @@
 //     x     = bf16( sum_s pre[s] * R'[s] )                       collapse with the previous sublayer's pre
 //     raw   = fn . R',  sum of R'^2                              partial sums of the next coefficients
 // The coefficients follow from the partial sums in a second kernel (hc_mix.cu); with a norm weight that kernel's other blocks
-// do the norm and quantisation of x (the row pass of rmsnorm_quant.cu), which hides the latency of the sinkhorn. pre, post and comb of the previous sublayer are known before this pass,
-// so the streams are read once and written once: (2n + 2) N * 2 bytes a token, against (4n + 2) N * 2 for the separate ops.
+// do the norm and quantisation of x (the row pass of rmsnorm_quant.cu), which hides the latency of the sinkhorn. pre, post
+// and comb of the previous sublayer are known before this pass, so the streams are read once and written once:
+// (2n + 2) N * 2 bytes a token, against (4n + 2) N * 2 for the separate ops.
 //
 // The pass is hc_mix's (hc_mix.cu: fn in registers, tiles of 16 tokens x 160 columns through a cp.async pipeline), with y and
 // the tokens' coefficients in the tile: a lane expands four columns of two tokens in place, R' over the streams and x over y,
-// and multiplies what it holds. One tile later the block writes the tile out in 16-byte vectors, 320 contiguous bytes a row.
+// and multiplies what it holds. One tile later the warps write it out in 16-byte vectors, 320 contiguous bytes a row.
 // Every part does the arithmetic of its own op in the same order: R', x and the coefficients have the bits of hc_expand,
 // hc_collapse and hc_mix. out may be streams: a block reads its columns of a token before it writes them, and nobody else
-// touches them. Shared memory at n = 4: 222 KiB, of which 125 KiB in flight. Limits: those of hc_mix. T-independent and
+// touches them. Shared memory at n = 4: 223 KiB, 125 KiB of tiles in flight. Limits: those of hc_mix. T-independent and
 // deterministic as hc_mix.
 // SASS: HMMA
 #include "elementwise/hc_mix.cuh"
@@ -22,21 +23,29 @@ namespace {
 
 constexpr int kFinishChunks = 2;  // as in launch_row up to kMaxCollapseWidth columns
 constexpr int kFinishMaxThreads = kMaxCollapseWidth / kVector / kFinishChunks;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kFinishBlocks = 2;  // of a multiprocessor; at three this architecture's code spills
+#else
+constexpr int kFinishBlocks = 3;
+#endif
 
 // Every stride-th block makes coefficients, a warp a token, so that they run beside the rows from the first to the last wave;
-// the other blocks norm and quantise rows.
+// the other blocks norm and quantise rows, each group's last ones first: those are still in L2. A group is what one block of
+// the pass took; the last one may end early.
 template <int kStreams>
-__global__ void __launch_bounds__(kFinishMaxThreads)
-hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient_blocks, int stride) {
+__global__ void __launch_bounds__(kFinishMaxThreads, kFinishBlocks)
+hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient_blocks, int stride, int num_groups,
+                 int group_blocks) {
     __shared__ float sum_scratch[kMaxRowWarps];
     __shared__ uint32_t max_scratch[kMaxRowWarps];
     const int block = static_cast<int>(blockIdx.x);
     if (block % stride != 0 || block / stride >= coefficient_blocks) {
         const int before = min_of(coefficient_blocks, ceil_div(block, stride));  // coefficient blocks before this one
-        return row_pass<kFinishChunks, false>(row, block - before, sum_scratch, max_scratch);
+        const int index = block - before, row_block = (index % num_groups + 1) * group_blocks - 1 - index / num_groups;
+        return row_pass<kFinishChunks, false>(row, row_block, sum_scratch, max_scratch);
     }
     const int warps = static_cast<int>(blockDim.x * blockDim.y) / 32;
-    const int64_t token = static_cast<int64_t>(block / stride) * warps + (threadIdx.y * blockDim.x + threadIdx.x) / 32;
+    const int token = block / stride * warps + static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x) / 32;
     if (token < mix.num_tokens) make_coefficients<kStreams>(mix, num_slices, token);  // whole warps
 }
 
@@ -47,12 +56,14 @@ void launch_streams(const HcExpandMixParams& p, const RowParams* row) {
     if (p.mix.num_tokens == 0) return;
     if (row == nullptr) return launch_hc_coefficients(p.mix);
     const int threads = row_threads<kFinishChunks>(row->width), rows = rows_per_block(threads);
+    const int group_tokens = pass_block_tiles(p.mix.num_tokens, p.mix.width) * kTileTokens, group_blocks = group_tokens / rows;
+    const auto num_groups = static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, group_tokens));
     const auto coefficient_blocks = static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, threads * rows / 32));
-    const auto num_blocks = static_cast<int>(coefficient_blocks + ceil_div<int64_t>(p.mix.num_tokens, rows));
+    const int num_blocks = coefficient_blocks + num_groups * group_blocks;
     launch("elementwise.hc_expand_mix finish", hc_finish_kernel<kStreams>,
            {dim3(static_cast<unsigned>(num_blocks)), dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows)), 0,
             p.mix.stream},
-           p.mix, *row, num_slices, coefficient_blocks, num_blocks / coefficient_blocks);
+           p.mix, *row, num_slices, coefficient_blocks, num_blocks / coefficient_blocks, num_groups, group_blocks);
 }
 
 }  // namespace

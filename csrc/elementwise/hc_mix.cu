@@ -7,12 +7,13 @@
 // streams are bf16 already), so every product is exact; a term accumulates in the tensor core over 16 columns of n streams,
 // the sums of the warps and slices are added in float32 on the CUDA cores, because the tensor core truncates.
 //
-// Kernel 1, grid (token blocks, column slices), one persistent block of ten warps a multiprocessor. A warp owns 16 columns of
-// all n streams and keeps its part of fn, split, in registers as mma operands (72 at n = 4): fn costs no shared memory and is
-// read once a block. The block streams tiles of 16 tokens x 160 columns through a cp.async pipeline (320 contiguous bytes a
-// row and stream, six tiles = 120 KiB in flight at n = 4). The mma's K index is permuted alike in both operands so that
-// a lane's four consecutive columns are its fragment. The sum of squares rides along. The warps' sums are added through
-// shared memory, warps in order, one tile later: one barrier a tile.
+// Kernel 1, grid (token blocks, column slices), one persistent block a multiprocessor: ten warps move tiles and multiply, two
+// add up. A multiplying warp owns 16 columns of all n streams and keeps its part of fn, split, in registers as mma operands
+// (72 at n = 4): fn takes no shared memory and is read once a block. Tiles of 16 tokens x 160 columns come through a cp.async
+// pipeline, 320 contiguous bytes a row and stream, six tiles = 120 KiB in flight at n = 4. The mma's K index is permuted alike
+// in both operands so that a lane's four consecutive columns are its fragment. The sum of squares rides along. The warps'
+// sums go through shared memory and are added by the last two warps, in order, one tile later: one barrier a tile. Half of
+// the multiplying warps move their share of the tiles before they multiply, half after, so that both kinds of work overlap.
 // Kernel 2, a warp per token: adds the slices in order, then the coefficients; lane 2n + j*n + i holds comb[j, i].
 //
 // The order of every sum is a function of N and n alone: coefficients do not depend on T or on the other tokens.
@@ -28,7 +29,7 @@ constexpr int kFinishThreads = 128;
 
 template <int kStreams>
 __global__ void __launch_bounds__(kFinishThreads) hc_coefficients_kernel(HcMixParams p, int num_slices) {
-    const int64_t token = static_cast<int64_t>(blockIdx.x) * (kFinishThreads / 32) + threadIdx.x / 32;
+    const int token = static_cast<int>(blockIdx.x * (kFinishThreads / 32) + threadIdx.x / 32);
     if (token < p.num_tokens) make_coefficients<kStreams>(p, num_slices, token);  // whole warps
 }
 

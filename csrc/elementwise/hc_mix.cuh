@@ -10,14 +10,16 @@
 
 namespace mdi::elementwise {
 
-constexpr int kMixWarps = 10;
-constexpr int kMixThreads = kMixWarps * 32;
+constexpr int kMixWarps = 10;                           // that move tiles and multiply
+constexpr int kCopyThreads = kMixWarps * 32;
+constexpr int kSumThreads = 64;                         // that fetch coefficients and add up the warps' sums
+constexpr int kMixThreads = kCopyThreads + kSumThreads;
 constexpr int kWarpColumns = 16;                        // columns of a warp in every stream: one mma of K = 16 a stream
 constexpr int kSlice = kMixWarps * kWarpColumns;        // columns of a block
 constexpr int kTileTokens = 16;                         // M of the mma
 constexpr int kNumPlanes = 3;                           // hi, mid, lo
 constexpr int kSliceVectors = kSlice / kVector;
-static_assert(kSliceVectors * kTileTokens == kMixThreads, "a thread copies the same vector of every row of its token");
+static_assert(kSliceVectors * kTileTokens == kCopyThreads, "a thread copies the same vector of every row of its token");
 
 template <int kStreams>
 struct MixTraits {
@@ -29,7 +31,7 @@ struct MixTraits {
 };
 
 // Shared memory: kStages tiles [token][row][column of the slice], row = stream (then y), each with the tokens' coefficients
-// [post | comb | pre] when expanding; then two buffers of the warps' sums [warp][token][row of fn] and square sums.
+// [post | comb | pre] when expanding; then two buffers of the warps' sums [warp][token][rows of fn, square sum].
 template <int kStreams, bool kExpand>
 struct PassTraits : MixTraits<kStreams> {
     using Mix = MixTraits<kStreams>;
@@ -42,8 +44,9 @@ struct PassTraits : MixTraits<kStreams> {
     static constexpr int kCoefficientPitch = kCoefficients % 8 == 4 ? kCoefficients : kCoefficients + 4;
     static constexpr int kTileBytes = kTileTokens * kTokenPitch * 2;
     static constexpr int kStageBytes = kTileBytes + (kExpand ? kTileTokens * kCoefficientPitch * 4 : 0);
-    static constexpr int kSumFloats = kMixWarps * kTileTokens * Mix::kRows;
-    static constexpr int kBufferFloats = kSumFloats + kMixWarps * kTileTokens;
+    static constexpr int kSumPitch = Mix::kRows + 2;  // sums, then the square sum
+    static constexpr int kWarpFloats = kTileTokens * kSumPitch;
+    static constexpr int kBufferFloats = kMixWarps * kWarpFloats;
     static constexpr int kStages = min_of(8, (227 * 1024 - 2 * kBufferFloats * 4) / kStageBytes);
     static constexpr int kAhead = kStages - 2;  // tiles in flight; one is computed, one is copied out
     static constexpr int kSmemBytes = kStages * kStageBytes + 2 * kBufferFloats * 4;
@@ -71,17 +74,20 @@ MDI_DEVICE void load_fragments(const HcMixParams& p, int column, Fragments<kStre
     using T = MixTraits<kStreams>;
     const int g = static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll
-    for (int s = 0; s < kStreams; ++s)
+    for (int s = 0; s < kStreams; ++s) {
+        if (s % 2 == 0) __syncwarp();  // not all loads at once: registers
 #pragma unroll
         for (int c = 0; c < T::kColTiles; ++c) {
             const int row = c * 8 + g;
             float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if (row < T::kNumMixes && column < p.width)
-                value = *reinterpret_cast<const float4*>(p.fn + (static_cast<int64_t>(row) * kStreams + s) * p.width + column);
+                value = *reinterpret_cast<const float4*>(p.fn + (static_cast<int64_t>(row) * kStreams + s) * p.width +
+                                                         column);
             auto& pair = fn.pair[s][c];
             split_pair(value.x, value.y, pair[0][0], pair[1][0], pair[2][0]);
             split_pair(value.z, value.w, pair[0][1], pair[1][1], pair[2][1]);
         }
+    }
 }
 
 MDI_DEVICE void unpack(const uint2& packed, float (&value)[4]) {
@@ -91,7 +97,9 @@ MDI_DEVICE void unpack(const uint2& packed, float (&value)[4]) {
     value[3] = odd_value(packed.y);
 }
 
-MDI_DEVICE uint2 pack(const float (&value)[4]) { return make_uint2(pack_pair(value[0], value[1]), pack_pair(value[2], value[3])); }
+MDI_DEVICE uint2 pack(const float (&value)[4]) {
+    return make_uint2(pack_pair(value[0], value[1]), pack_pair(value[2], value[3]));
+}
 
 // One token's n floats of a coefficient row; 16 bytes at n = 4.
 template <int kStreams>
@@ -105,35 +113,81 @@ MDI_DEVICE void copy_coefficients(float* target, const float* source) {
     }
 }
 
-// Starts the copy of a tile into `stage`; columns past N and tokens past T become zero. A thread copies one vector of every
-// row of one token: kSliceVectors neighbouring threads read a row's whole slice.
+// threadIdx.x, read anew: what a loop derives from it then needs no register from one round to the next
+MDI_DEVICE int thread_again() {
+#if defined(__CUDA_ARCH__)
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+#else
+    return static_cast<int>(threadIdx.x);
+#endif
+}
+
+// The vector that a copying thread moves: of every row of one token, so that neighbouring threads move a row's whole slice.
+struct CopyVector {
+    int local, vector, column;  // token of the tile, column of the slice, column
+    int64_t token;
+
+    MDI_DEVICE explicit CopyVector(int tile) {
+        const int thread = thread_again();
+        local = thread / kSliceVectors;
+        vector = (thread - local * kSliceVectors) * kVector;
+        column = static_cast<int>(blockIdx.y) * kSlice + vector;
+        token = static_cast<int64_t>(tile) * kTileTokens + local;
+    }
+};
+
+// Starts the copy of a tile into `stage`. Columns past N become zero; tokens past T are left as they are: no other token's
+// result depends on them.
 template <int kStreams, bool kExpand>
 MDI_DEVICE void fetch_tile(const HcExpandMixParams& p, int tile, char* stage) {
     using T = PassTraits<kStreams, kExpand>;
-    const HcMixParams& mix = p.mix;
-    const int thread = static_cast<int>(threadIdx.x);
-    const int local = thread / kSliceVectors, vector = thread % kSliceVectors * kVector;
-    const int64_t token = static_cast<int64_t>(tile) * kTileTokens + local;
-    const int column = static_cast<int>(blockIdx.y) * kSlice + vector;
-    const bool live = token < mix.num_tokens && column < mix.width;
+    const CopyVector at(tile);
+    if (at.token >= p.mix.num_tokens) return;
+    const uint64_t policy = evict_first_policy();
+    const bool live = at.column < p.mix.width;
     const uint32_t bytes = live ? 16 : 0;
-    const bf16* source = mix.streams + (live ? token * kStreams * mix.width + column : 0);
-    const int64_t row_step = live ? mix.width : 0;
-    const uint32_t target = ptx::smem_address(stage) + (local * T::kTokenPitch + vector) * 2;
+    const int column = live ? at.column : 0;
+    const uint32_t target = ptx::smem_address(stage) + (at.local * T::kTokenPitch + at.vector) * 2;
+    const bf16* source = p.mix.streams + at.token * (kStreams * p.mix.width) + column;
 #pragma unroll
-    for (int s = 0; s < kStreams; ++s) ptx::cp_async_16_zfill(target + s * kSlice * 2, source + s * row_step, bytes);
-    if constexpr (kExpand) {
-        ptx::cp_async_16_zfill(target + kStreams * kSlice * 2, p.y + (live ? token * p.y_stride + column : 0), bytes);
-        constexpr int kParts = kStreams + 2;  // post, the rows of comb, pre
-        const int part = thread % kParts;
-        const int64_t owner = static_cast<int64_t>(tile) * kTileTokens + thread / kParts;
-        if (thread < kTileTokens * kParts && owner < mix.num_tokens) {
-            const float* from = part == 0 ? p.post + owner * kStreams
-                                : part <= kStreams ? p.comb + (owner * kStreams + part - 1) * kStreams
-                                                   : p.pre + owner * kStreams;
-            float* coefficients = reinterpret_cast<float*>(stage + T::kTileBytes);
-            copy_coefficients<kStreams>(coefficients + thread / kParts * T::kCoefficientPitch + part * kStreams, from);
-        }
+    for (int s = 0; s < kStreams; ++s)
+        cp_async_16_zfill(target + s * kSlice * 2, source + static_cast<int64_t>(s) * p.mix.width, bytes, policy);
+    if constexpr (kExpand)
+        cp_async_16_zfill(target + kStreams * kSlice * 2, p.y + at.token * p.y_stride + column, bytes, policy);
+}
+
+// A finished tile's R' and x to memory.
+template <int kStreams>
+MDI_DEVICE void store_tile(const HcExpandMixParams& p, int tile, const char* stage) {
+    using T = PassTraits<kStreams, true>;
+    const CopyVector at(tile);
+    if (at.token >= p.mix.num_tokens || at.column >= p.mix.width) return;
+    const bf16* source = reinterpret_cast<const bf16*>(stage) + at.local * T::kTokenPitch + at.vector;
+    bf16* out = p.out + at.token * (kStreams * p.mix.width) + at.column;
+#pragma unroll
+    for (int s = 0; s < kStreams; ++s)
+        store_evict_first(out + static_cast<int64_t>(s) * p.mix.width, *reinterpret_cast<const uint4*>(source + s * kSlice));
+    *reinterpret_cast<uint4*>(p.x + at.token * p.mix.width + at.column) =
+        *reinterpret_cast<const uint4*>(source + kStreams * kSlice);
+}
+
+// Starts the copy of the tokens' coefficients into `stage`: a summing thread copies post, a row of comb, or pre of a token.
+template <int kStreams>
+MDI_DEVICE void fetch_coefficients(const HcExpandMixParams& p, int thread, int tile, char* stage) {
+    using T = PassTraits<kStreams, true>;
+    constexpr int kParts = kStreams + 2, kItems = kTileTokens * kParts;
+    float* coefficients = reinterpret_cast<float*>(stage + T::kTileBytes);
+#pragma unroll
+    for (int k = 0; k < ceil_div(kItems, kSumThreads); ++k) {
+        const int item = thread + k * kSumThreads, local = item / kParts, part = item % kParts;
+        const int64_t token = static_cast<int64_t>(tile) * kTileTokens + local;
+        if (item >= kItems || token >= p.mix.num_tokens) continue;
+        const bool is_comb = part > 0 && part <= kStreams;
+        const float* first = is_comb ? p.comb + (part - 1) * kStreams : part == 0 ? p.post : p.pre;
+        copy_coefficients<kStreams>(coefficients + local * T::kCoefficientPitch + part * kStreams,
+                                    first + token * (is_comb ? kStreams * kStreams : kStreams));
     }
 }
 
@@ -185,9 +239,9 @@ MDI_DEVICE void expand_columns(bf16* token, const float* coefficients, uint2 (&r
 template <int kStreams, bool kExpand>
 MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* buffer) {
     using T = PassTraits<kStreams, kExpand>;
-    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+    const int thread = thread_again(), warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
     uint2 row[2][kStreams];  // tokens g and g + 8
-    float square[2];
+    float* sums = buffer + warp * T::kWarpFloats + g * T::kSumPitch + 2 * t;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         bf16* token = reinterpret_cast<bf16*>(stage) + (g + 8 * r) * T::kTokenPitch + warp * kWarpColumns + t * 4;
@@ -198,14 +252,16 @@ MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* 
 #pragma unroll
             for (int s = 0; s < kStreams; ++s) row[r][s] = *reinterpret_cast<const uint2*>(token + s * kSlice);
         }
-        square[r] = 0.0f;
+        float square = 0.0f;
 #pragma unroll
         for (int s = 0; s < kStreams; ++s) {
             float value[4];
             unpack(row[r][s], value);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) square[r] = fmaf(value[e], value[e], square[r]);
+            for (int e = 0; e < 4; ++e) square = fmaf(value[e], value[e], square);
         }
+        square = warp_sum<4>(square);
+        if (t == 0) sums[8 * r * T::kSumPitch + T::kRows] = square;
     }
     float sum[kNumPlanes][T::kColTiles][4] = {};  // independent chains: an mma waits for the one kNumPlanes * kColTiles before
 #pragma unroll
@@ -219,62 +275,51 @@ MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* 
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int token = warp * kTileTokens + g + 8 * r;
-        square[r] = warp_sum<4>(square[r]);
 #pragma unroll
         for (int c = 0; c < T::kColTiles; ++c)
-            *reinterpret_cast<float2*>(buffer + token * T::kRows + c * 8 + 2 * t) =
+            *reinterpret_cast<float2*>(sums + 8 * r * T::kSumPitch + c * 8) =
                 make_float2(sum[0][c][2 * r] + (sum[1][c][2 * r] + sum[2][c][2 * r]),
                             sum[0][c][2 * r + 1] + (sum[1][c][2 * r + 1] + sum[2][c][2 * r + 1]));
-        if (t == 0) buffer[T::kSumFloats + token] = square[r];
     }
 }
 
-// A finished tile: R' and x to memory (the vectors that this thread fetched), the warps' sums in order to the partial sums.
+// A finished tile's sums over the warps, in order, to the partial sums.
 template <int kStreams, bool kExpand>
-MDI_DEVICE void finish_tile(const HcExpandMixParams& p, int tile, const char* stage, const float* buffer) {
+MDI_DEVICE void add_warps(const HcMixParams& p, int thread, int tile, const float* buffer) {
     using T = PassTraits<kStreams, kExpand>;
-    const HcMixParams& mix = p.mix;
-    const int thread = static_cast<int>(threadIdx.x);
-    if constexpr (kExpand) {
-        const int local = thread / kSliceVectors, vector = thread % kSliceVectors * kVector;
-        const int64_t token = static_cast<int64_t>(tile) * kTileTokens + local;
-        const int column = static_cast<int>(blockIdx.y) * kSlice + vector;
-        if (token < mix.num_tokens && column < mix.width) {
-            const bf16* source = reinterpret_cast<const bf16*>(stage) + local * T::kTokenPitch + vector;
-            bf16* out = p.out + token * kStreams * mix.width + column;
+    constexpr int kPairs = T::kRows / 2, kSteps = kTileTokens * kPairs / kSumThreads;
+    static_assert(kSteps * kSumThreads == kTileTokens * kPairs, "no summing thread idles");
+    const int64_t first = static_cast<int64_t>(tile) * kTileTokens;
+    float* partial = p.partial + (static_cast<int64_t>(blockIdx.y) * p.num_tokens + first) * T::kPartial;
+    float2 sum[kSteps][kMixWarps];
+    float square[kMixWarps];
 #pragma unroll
-            for (int s = 0; s < kStreams; ++s)
-                store_evict_first(out + static_cast<int64_t>(s) * mix.width, *reinterpret_cast<const uint4*>(source + s * kSlice));
-            *reinterpret_cast<uint4*>(p.x + token * mix.width + column) =
-                *reinterpret_cast<const uint4*>(source + kStreams * kSlice);
-        }
+    for (int k = 0; k < kSteps; ++k) {
+        const int item = thread + k * kSumThreads;
+        const float* source = buffer + item / kPairs * T::kSumPitch + item % kPairs * 2;
+#pragma unroll
+        for (int warp = 0; warp < kMixWarps; ++warp)
+            sum[k][warp] = *reinterpret_cast<const float2*>(source + warp * T::kWarpFloats);
     }
-    constexpr int kPairs = T::kRows / 2, kItems = kTileTokens * kPairs;
-    static_assert(kItems + kTileTokens <= kMixThreads, "one sum a thread");
-    const bool is_pair = thread < kItems;
-    const int local = is_pair ? thread / kPairs : thread - kItems;
-    const int64_t token = static_cast<int64_t>(tile) * kTileTokens + local;
-    if (local >= kTileTokens || token >= mix.num_tokens) return;
-    float* target = mix.partial + (static_cast<int64_t>(blockIdx.y) * mix.num_tokens + token) * T::kPartial;
-    if (is_pair) {
-        const int pair = thread % kPairs;
-        const float* source = buffer + local * T::kRows + 2 * pair;
-        float2 sum = *reinterpret_cast<const float2*>(source);
 #pragma unroll
-        for (int warp = 1; warp < kMixWarps; ++warp) {
-            const float2 more = *reinterpret_cast<const float2*>(source + warp * kTileTokens * T::kRows);
-            sum.x += more.x;
-            sum.y += more.y;
+    for (int warp = 0; warp < kMixWarps; ++warp)
+        square[warp] = buffer[warp * T::kWarpFloats + thread % kTileTokens * T::kSumPitch + T::kRows];
+#pragma unroll
+    for (int warp = 1; warp < kMixWarps; ++warp) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+            sum[k][0].x += sum[k][warp].x;
+            sum[k][0].y += sum[k][warp].y;
         }
-        *reinterpret_cast<float2*>(target + 2 * pair) = sum;
-    } else {
-        const float* source = buffer + T::kSumFloats + local;
-        float sum = *source;
-#pragma unroll
-        for (int warp = 1; warp < kMixWarps; ++warp) sum += source[warp * kTileTokens];
-        target[T::kRows] = sum;
+        square[0] += square[warp];
     }
+    const int num_tokens = static_cast<int>(min_of<int64_t>(p.num_tokens - first, kTileTokens));
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+        const int item = thread + k * kSumThreads, local = item / kPairs;
+        if (local < num_tokens) *reinterpret_cast<float2*>(partial + local * T::kPartial + item % kPairs * 2) = sum[k][0];
+    }
+    if (thread < num_tokens) partial[thread * T::kPartial + T::kRows] = square[0];
 }
 
 // Block (x, y): tiles x * block_tiles ... of column slice y. One barrier a tile: it publishes tile i's data and the results of
@@ -286,44 +331,70 @@ __global__ void __launch_bounds__(kMixThreads, 1) hc_pass_kernel(HcExpandMixPara
     float* const buffers = reinterpret_cast<float*>(stages + T::kStages * T::kStageBytes);
     const int first_tile = static_cast<int>(blockIdx.x) * block_tiles;
     const int count = min_of(static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, kTileTokens)) - first_tile, block_tiles);
-#pragma unroll
-    for (int i = 0; i < T::kAhead; ++i) {
-        if (i < count) fetch_tile<kStreams, kExpand>(p, first_tile + i, stages + i * T::kStageBytes);
-        ptx::cp_async_commit();
-    }
-    Fragments<kStreams> fn;
-    const int warp = static_cast<int>(threadIdx.x) / 32, t = static_cast<int>(threadIdx.x) % 4;
-    load_fragments<kStreams>(p.mix, static_cast<int>(blockIdx.y) * kSlice + warp * kWarpColumns + t * 4, fn);
-
-    int current = 0, previous = 0, free = T::kAhead;  // stages
-    for (int i = 0; i < count; ++i) {
-        ptx::cp_async_wait<T::kAhead - 1>();
+    if (threadIdx.x < kCopyThreads) {
+        for (int i = 0; i < T::kAhead; ++i) {
+            if (i < count) fetch_tile<kStreams, kExpand>(p, first_tile + i, stages + i * T::kStageBytes);
+            ptx::cp_async_commit();
+        }
+        Fragments<kStreams> fn;
+        const int warp = static_cast<int>(threadIdx.x) / 32, t = static_cast<int>(threadIdx.x) % 4;
+        load_fragments<kStreams>(p.mix, static_cast<int>(blockIdx.y) * kSlice + warp * kWarpColumns + t * 4, fn);
+        const auto stage = [&](int i) { return stages + i % T::kStages * T::kStageBytes; };
+        const auto move_tiles = [&](int i) {
+            if (i + T::kAhead < count) fetch_tile<kStreams, kExpand>(p, first_tile + i + T::kAhead, stage(i + T::kAhead));
+            ptx::cp_async_commit();
+            if constexpr (kExpand)
+                if (i > 0) store_tile<kStreams>(p, first_tile + i - 1, stage(i - 1));
+        };
+        for (int i = 0; i < count; ++i) {
+            ptx::cp_async_wait<T::kAhead - 1>();
+            __syncthreads();
+            // of the warps of a scheduler, some move while others multiply
+            const bool move_first = thread_again() / 128 % 2 == 0;
+            if (move_first) move_tiles(i);
+            compute_tile<kStreams, kExpand>(stage(i), fn, buffers + i % 2 * T::kBufferFloats);
+            if (!move_first) move_tiles(i);
+        }
         __syncthreads();
-        if (i + T::kAhead < count)
-            fetch_tile<kStreams, kExpand>(p, first_tile + i + T::kAhead, stages + free * T::kStageBytes);
-        ptx::cp_async_commit();
-        if (i > 0)
-            finish_tile<kStreams, kExpand>(p, first_tile + i - 1, stages + previous * T::kStageBytes,
-                                           buffers + (i - 1) % 2 * T::kBufferFloats);
-        compute_tile<kStreams, kExpand>(stages + current * T::kStageBytes, fn, buffers + i % 2 * T::kBufferFloats);
-        previous = current;
-        current = current + 1 == T::kStages ? 0 : current + 1;
-        free = free + 1 == T::kStages ? 0 : free + 1;
+        if constexpr (kExpand) store_tile<kStreams>(p, first_tile + count - 1, stage(count - 1));
+        return;
+    }
+    const int thread = static_cast<int>(threadIdx.x) - kCopyThreads;
+    int free = T::kAhead;  // stage
+    if constexpr (kExpand) {
+        for (int i = 0; i < T::kAhead; ++i) {
+            if (i < count) fetch_coefficients<kStreams>(p, thread, first_tile + i, stages + i * T::kStageBytes);
+            ptx::cp_async_commit();
+        }
+    }
+    for (int i = 0; i < count; ++i) {
+        if constexpr (kExpand) ptx::cp_async_wait<T::kAhead - 1>();
+        __syncthreads();
+        if constexpr (kExpand) {
+            if (i + T::kAhead < count)
+                fetch_coefficients<kStreams>(p, thread, first_tile + i + T::kAhead, stages + free * T::kStageBytes);
+            ptx::cp_async_commit();
+            free = free + 1 == T::kStages ? 0 : free + 1;
+        }
+        if (i > 0) add_warps<kStreams, kExpand>(p.mix, thread, first_tile + i - 1, buffers + (i - 1) % 2 * T::kBufferFloats);
     }
     __syncthreads();
-    finish_tile<kStreams, kExpand>(p, first_tile + count - 1, stages + previous * T::kStageBytes,
-                                   buffers + (count - 1) % 2 * T::kBufferFloats);
+    add_warps<kStreams, kExpand>(p.mix, thread, first_tile + count - 1, buffers + (count - 1) % 2 * T::kBufferFloats);
 }
 
 // About one block a multiprocessor: blocks take as many tiles as that needs. Tiles are independent, so this choice does not
 // touch the results.
+inline int pass_block_tiles(int64_t num_tokens, int width) {
+    constexpr int kTargetBlocks = 128;
+    const int64_t num_tiles = ceil_div<int64_t>(num_tokens, kTileTokens);
+    return static_cast<int>(max_of<int64_t>(ceil_div<int64_t>(num_tiles * ceil_div(width, kSlice), kTargetBlocks), 1));
+}
+
 template <int kStreams, bool kExpand>
 void launch_hc_pass(const char* name, const HcExpandMixParams& p) {
-    constexpr int kTargetBlocks = 128;
     const int num_slices = ceil_div(p.mix.width, kSlice);
-    const int64_t num_tiles = ceil_div<int64_t>(p.mix.num_tokens, kTileTokens);
-    const auto block_tiles = static_cast<int>(max_of<int64_t>(ceil_div<int64_t>(num_tiles * num_slices, kTargetBlocks), 1));
-    const auto blocks = static_cast<unsigned>(ceil_div<int64_t>(num_tiles, block_tiles));
+    const int block_tiles = pass_block_tiles(p.mix.num_tokens, p.mix.width);
+    const auto blocks = static_cast<unsigned>(ceil_div<int64_t>(ceil_div<int64_t>(p.mix.num_tokens, kTileTokens), block_tiles));
     launch(name, hc_pass_kernel<kStreams, kExpand>,
            {dim3(blocks, static_cast<unsigned>(num_slices)), dim3(kMixThreads), PassTraits<kStreams, kExpand>::kSmemBytes,
             p.mix.stream},
@@ -366,11 +437,11 @@ MDI_DEVICE float sinkhorn(float logit, int iters, float eps) {
 
 // A warp makes one token's coefficients from the partial sums, slices in order; lane 2n + j*n + i holds comb[j, i].
 template <int kStreams>
-MDI_DEVICE void make_coefficients(const HcMixParams& p, int num_slices, int64_t token) {
+MDI_DEVICE void make_coefficients(const HcMixParams& p, int num_slices, int token) {
     using T = MixTraits<kStreams>;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     // lanes past the square sum repeat it
-    const float* partial = p.partial + token * T::kPartial + min_of(lane, T::kRows);
+    const float* partial = p.partial + static_cast<int64_t>(token) * T::kPartial + min_of(lane, T::kRows);
     float sum = 0.0f;
 #pragma unroll 8
     for (int slice = 0; slice < num_slices; ++slice) sum += partial[static_cast<int64_t>(slice) * p.num_tokens * T::kPartial];
@@ -381,11 +452,11 @@ MDI_DEVICE void make_coefficients(const HcMixParams& p, int num_slices, int64_t 
     const float logit = fmaf(rounded_product(sum, rstd), p.scale[group], p.base[mix]);
     const float comb = sinkhorn<kStreams>(logit, p.sinkhorn_iters, p.hc_eps);
     if (lane < kStreams)
-        p.pre[token * kStreams + lane] = sigmoid(logit) + p.hc_eps;
+        p.pre[static_cast<int64_t>(token) * kStreams + lane] = sigmoid(logit) + p.hc_eps;
     else if (lane < 2 * kStreams)
-        p.post[token * kStreams + lane - kStreams] = 2.0f * sigmoid(logit);
+        p.post[static_cast<int64_t>(token) * kStreams + lane - kStreams] = 2.0f * sigmoid(logit);
     else if (lane < T::kNumMixes)
-        p.comb[token * kStreams * kStreams + lane - 2 * kStreams] = comb;
+        p.comb[static_cast<int64_t>(token) * kStreams * kStreams + lane - 2 * kStreams] = comb;
 }
 
 // Adds the slices' partial sums and makes the coefficients (kernel 2 of hc_mix.cu).

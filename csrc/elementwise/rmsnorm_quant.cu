@@ -22,7 +22,7 @@ template <int kChunks, bool kCollapse, int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads) row_kernel(RowParams p) {
     __shared__ float sum_scratch[kMaxRowWarps];
     __shared__ uint32_t max_scratch[kMaxRowWarps];
-    row_pass<kChunks, kCollapse>(p, blockIdx.x, sum_scratch, max_scratch);
+    row_pass<kChunks, kCollapse>(p, static_cast<int>(blockIdx.x), sum_scratch, max_scratch);
 }
 
 // Codes that are quantised already: a block takes one row, reads its scale bytes for the largest, then folds.

@@ -60,8 +60,8 @@ MDI_DEVICE void load_weight(const RowParams& p, int column, float (&weight)[kVec
 
 // Rows block * blockDim.y ... of the pass; see rmsnorm_quant.cu.
 template <int kChunks, bool kCollapse>
-MDI_DEVICE void row_pass(const RowParams& p, int64_t block, float* sum_scratch, uint32_t* max_scratch) {
-    const int64_t token = block * blockDim.y + threadIdx.y;
+MDI_DEVICE void row_pass(const RowParams& p, int block, float* sum_scratch, uint32_t* max_scratch) {
+    const int token = block * static_cast<int>(blockDim.y) + static_cast<int>(threadIdx.y);
     const bool live = token < p.num_tokens;  // every thread stays for the barriers
     const int step = static_cast<int>(blockDim.x) * kVector;
     const int first = static_cast<int>(threadIdx.x) * kVector;
@@ -70,7 +70,7 @@ MDI_DEVICE void row_pass(const RowParams& p, int64_t block, float* sum_scratch, 
     if constexpr (kCollapse) {
 #pragma unroll
         for (int s = 0; s < kMaxStreams; ++s)
-            if (live && s < p.num_streams) pre[s] = p.pre[token * p.num_streams + s];
+            if (live && s < p.num_streams) pre[s] = p.pre[static_cast<int64_t>(token) * p.num_streams + s];
     }
     uint4 x[kChunks];
 #pragma unroll
@@ -107,7 +107,7 @@ MDI_DEVICE void row_pass(const RowParams& p, int64_t block, float* sum_scratch, 
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
             const int column = first + c * step;
-            if (column < p.width) *reinterpret_cast<uint4*>(p.out + token * p.width + column) = x[c];
+            if (column < p.width) *reinterpret_cast<uint4*>(p.out + static_cast<int64_t>(token) * p.width + column) = x[c];
         }
     }
     if (p.quant == Quant::kNone) return;
@@ -132,9 +132,9 @@ MDI_DEVICE void row_pass(const RowParams& p, int64_t block, float* sum_scratch, 
         const int column = first + c * step;
         if (column >= p.width) continue;
         if (folded) codes[c] = fold_e4m3x8(codes[c], byte[c], static_cast<int>(row_byte));
-        *reinterpret_cast<uint2*>(p.codes + token * p.width + column) = codes[c];
+        *reinterpret_cast<uint2*>(p.codes + static_cast<int64_t>(token) * p.width + column) = codes[c];
         if (!folded && threadIdx.x % 4 == 0)
-            p.scale[token * (p.width / kQuantGroup) + column / kQuantGroup] = static_cast<uint8_t>(byte[c]);
+            p.scale[static_cast<int64_t>(token) * (p.width / kQuantGroup) + column / kQuantGroup] = static_cast<uint8_t>(byte[c]);
     }
     if (folded && threadIdx.x == 0) p.row_scale[token] = e8m0_decode(static_cast<uint8_t>(row_byte));
 }

@@ -32,6 +32,7 @@
 // Workspace: logits_workspace_bytes(), about 4.1 KiB a token + 132 bytes a sequence and column.
 // Limits: Hi <= 32, Di = 128. Without a workspace the portable kernel runs: ops/indexer.py gives none for other shapes, for
 // batches of fewer than 16 tokens a sequence (they would fold more keys than they score), and past 2 GiB.
+// SASS: IGMMA
 #include "common/launch.h"
 #include "common/math.h"
 #include "common/number_formats.cuh"

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mini_deepinfer.env_variables import read_env
 from mini_deepinfer.ops import _extension
 
 log = logging.getLogger(__name__)
@@ -89,31 +89,14 @@ def _check_choice(op: str, impl: str, source: str) -> None:
         raise ValueError(f"{source}: {op} has no implementation {impl!r}; it has {', '.join(known)}")
 
 
-@functools.lru_cache(maxsize=8)
-def parse_choices(text: str) -> Mapping[str, str]:
-    """MDI_OPS -> {op: implementation}. "reference" alone means every op. Raises ValueError naming what exists."""
-    text = text.strip()
-    if text == "":
-        return {}
-    if text == "reference":
-        return dict.fromkeys(IMPLEMENTATIONS, "reference")
-    choices: dict[str, str] = {}
-    for part in text.split(","):
-        op, equals, impl = (piece.strip() for piece in part.partition("="))
-        if not equals:
-            raise ValueError(f"MDI_OPS: {part.strip()!r} must be op=implementation (or MDI_OPS=reference alone)")
-        _check_choice(op, impl, "MDI_OPS")
-        if op in choices:
-            raise ValueError(f"MDI_OPS: {op} is given twice")
-        choices[op] = impl
-    return choices
-
-
-def _flag(name: str) -> bool:
-    value = os.environ.get(name, "0")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{name} must be 0 or 1, got {value!r}")
-    return value == "1"
+def _environment_choice(op: str) -> str | None:
+    """The implementation that MDI_OPS names for op, if any. Raises ValueError naming what exists for any wrong entry."""
+    choices = read_env("MDI_OPS")
+    if "*" in choices:
+        return choices["*"]
+    for name, impl in choices.items():
+        _check_choice(name, impl, "MDI_OPS")
+    return choices.get(op)
 
 
 # -- self-tests ----------------------------------------------------------------------------------------------------
@@ -248,9 +231,7 @@ def select(op: str, tensor: Tensor, *, impl: str | None = None, compute_dtype: t
     """
     choice, source = impl, f"{op}(impl=...)"
     if choice is None:
-        text = os.environ.get("MDI_OPS", "")
-        if text:
-            choice, source = parse_choices(text).get(op), "MDI_OPS"
+        choice, source = _environment_choice(op), "MDI_OPS"
     if choice is not None or op not in IMPLEMENTATIONS:
         _check_choice(op, choice or "reference", source)
     if choice == "reference":
@@ -285,7 +266,7 @@ def _describe(value: Any) -> str:
 def call(op: str, impl: str, *args: Any) -> None:
     """Launch the compiled implementation `impl` of `op`; honours MDI_LOG_OPS and MDI_SYNC."""
     name = library_name(op, impl)
-    log_ops, sync = _flag("MDI_LOG_OPS"), _flag("MDI_SYNC")
+    log_ops, sync = read_env("MDI_LOG_OPS"), read_env("MDI_SYNC")
     if log_ops:
         log.warning("%s (%s): %s", op, impl, ", ".join(_describe(arg) for arg in args))
     getattr(torch.ops.mini_deepinfer, name)(*args)

@@ -19,6 +19,7 @@ import torch
 from mini_deepinfer.config import NumericProfile
 from mini_deepinfer.ops import elementwise, reference
 from mini_deepinfer.ops.reference import number_formats
+from mini_deepinfer.ops.reference.decoded import decoded
 from mini_deepinfer.ops.reference.linear import dequant_block32
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class Fp8Weight:
         if self.folded is not None:
             codes, row_scale = self.folded
             return (codes.to(torch.float32) * row_scale[:, None]).to(dtype)  # what the GPU multiplies
-        return dequant_block32(self.codes, self.scale, dtype)
+        return decoded(self.codes, self.scale, self.codes.numel(), dequant_block32).to(dtype)
 
 
 def _fold_weight(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

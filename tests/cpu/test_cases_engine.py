@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from functools import cache
 
@@ -240,11 +239,6 @@ def test_candidate_filter_in_small_chunks(budget: int) -> None:
     assert torch.equal(logits[0][0], whole[39])
 
 
-def test_candidates_that_cannot_supply_the_selection_are_refused() -> None:
-    with pytest.raises(ValueError, match="candidate_topk_blocks"):
-        edited_checkpoint(candidate_topk_blocks=1)
-
-
 # ------------------------------------------------------------------ unwritten memory
 
 
@@ -450,17 +444,11 @@ def test_layer_plan_and_cache_counts() -> None:
     assert llm.config.compress_ratios == (0, 2, 2, 0, 1, 1, 1)
     assert set(llm.caches.compressed) == set(llm.caches.index_keys) == {1, 4}
     assert set(llm.caches.tail_kv) == {1}
+    gates = {block.index: block.attn.compressor.wgate for block in llm.model.blocks if block.attn.compressor is not None}
+    assert gates[1] is not None
+    assert gates[4] is None  # ratio 1: nothing to weigh
     tokens = prompt(6, seed=3)
     outputs, logits = run(llm, [tokens], 4)  # positions 6, 7, 8: the first and third publish no ratio-2 group
     text = tokens + outputs[0].token_ids
     whole = llm.score([text])[0]
     assert torch.equal(logits[0], whole[5:9])
-
-
-def test_another_model_type_is_refused() -> None:
-    folder = edited_checkpoint()
-    raw = json.loads((folder / "config.json").read_text())
-    raw["model_type"] = "deepseek_v4"
-    (folder / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match="deepseek_v4"):
-        make_llm(folder)

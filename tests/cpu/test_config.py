@@ -6,7 +6,6 @@ import argparse
 import copy
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ import torch
 from mini_deepinfer.config import EngineConfig, ModelConfig, NumericProfile, check_environment, read_env
 from mini_deepinfer.config_file import RELEASED_CONFIG
 from mini_deepinfer.tiny_checkpoint import preset_config
-
-TINY_A = Path(__file__).parents[1] / "data" / "tiny-a"
+from tests.golden import TINY_A
 
 
 def released(**changes):
@@ -263,6 +261,7 @@ def test_engine_flags_round_trip():
     assert config.changed() == {"model": "x", "enable_prefix_caching": False, "num_pages": 12, "ep_size": 4,
                                 "load_format": "dummy", "dtype": "float32", "max_num_seqs": 4}
     assert config.profile() == NumericProfile(torch.float32)
+    assert EngineConfig(wo_a="fp8", batch_invariant=True).profile() == NumericProfile(torch.bfloat16, True, "fp8", True)
     flags = {action.dest for action in parser._actions}
     assert {f.name for f in dataclasses.fields(EngineConfig)} <= flags
     assert all(action.help for action in parser._actions)

@@ -148,10 +148,8 @@ def test_mdi_ops_by_name(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPat
 ])  # fmt: skip
 def test_bad_mdi_ops(machine, monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
     monkeypatch.setenv("MDI_OPS", text)
-    _dispatch.parse_choices.cache_clear()
-    with pytest.raises(ValueError, match=f"MDI_OPS: {message}"):
+    with pytest.raises(ValueError, match=f"MDI_OPS.*: {message}"):
         _dispatch.select("moe.route", BF16)
-    _dispatch.parse_choices.cache_clear()
 
 
 # -- the sm100 self-test gate ----------------------------------------------------------------------------------------
@@ -242,5 +240,5 @@ def test_log_and_sync_flags(stub: StubLibrary, monkeypatch: pytest.MonkeyPatch, 
     assert "elementwise.expand_fp8 (portable): uint8[3, 64], uint8[3, 2], bfloat16[3, 64]" in caplog.text
     assert synced == [1]
     monkeypatch.setenv("MDI_SYNC", "yes")
-    with pytest.raises(ValueError, match="MDI_SYNC must be 0 or 1, got 'yes'"):
+    with pytest.raises(ValueError, match="MDI_SYNC = 'yes': must be 0 or 1"):
         elementwise.expand_fp8(torch.zeros(3, 64, dtype=U8), torch.zeros(3, 2, dtype=U8))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +18,7 @@ from mini_deepinfer.model import Model
 from mini_deepinfer.ops.reference import number_formats
 from mini_deepinfer.parallel import SingleProcess
 from mini_deepinfer.weights import dummy_weights, load_weights
-
-TINY_A = Path(__file__).parents[1] / "data" / "tiny-a"
+from tests.golden import TINY_A
 
 
 @pytest.fixture(scope="module")

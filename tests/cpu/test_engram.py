@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,8 +20,8 @@ from mini_deepinfer.engram import (
     token_map_from_folder,
     token_map_from_tokenizer,
 )
-
-TINY_A = Path(__file__).parents[1] / "data" / "tiny-a"
+from mini_deepinfer.weights import EngramTable
+from tests.golden import TINY_A
 
 RELEASED_MULTIPLIERS = {
     1: [76632096046245, 4839876093313, 35959672319349, 73987337458391],
@@ -244,3 +243,16 @@ def test_primes_run_on_across_layers():
 def test_no_engram_layers():
     config = dataclasses.replace(ModelConfig.from_folder(TINY_A), engram_layer_ids=(), engram_num_embeddings=())
     assert EngramHasher(config, np.zeros(512, np.int32)).row_ids([1, 2], 0, 2).shape == (2, 0, 0)
+
+
+def test_rows_past_2_31_bytes(tmp_path):
+    """Table row 8,388,608 of 256 bytes starts at byte 2^31 (case C18 d): a sparse file of 8,388,610 rows."""
+    rows, width = 8_388_610, 256
+    planted = {row: np.arange(row % 7, row % 7 + width, dtype=np.int64).astype(np.uint8) for row in (8_388_607, 8_388_608, 8_388_609)}
+    codes = np.memmap(tmp_path / "codes.bin", dtype=np.uint8, mode="w+", shape=(rows, width))
+    for row, content in planted.items():
+        codes[row] = content
+    scales = np.memmap(tmp_path / "scales.bin", dtype=np.uint8, mode="w+", shape=(rows, width // 32))
+    table = EngramTable("table", codes, scales, rows)
+    got, _ = table.gather(np.array(list(planted), dtype=np.int64))
+    assert np.array_equal(got.numpy(), np.stack(list(planted.values())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,22 @@ def test_readme_marker_without_block(tmp_path):
 
 def test_readme_of_the_repository_is_well_formed():
     assert run([sys.executable, "scripts/check_readme.py", "--list"]).returncode == 0
+
+
+def test_guards_of_the_known_faults_exist():
+    named = re.findall(r"`(\w+/test_\w+\.py)::(test_\w+)`", (ROOT / "docs/cases.md").read_text())
+    assert len(named) > 50
+    missing = [f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / "tests" / file).read_text()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", ["README.md", *(str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("docs/**/*.md")))])
+def test_links_and_paths_of_the_documents_exist(document):
+    text, folder = (ROOT / document).read_text(), (ROOT / document).parent
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (folder / target).exists(), target
+    for path in re.findall(r"`((?:bench|csrc|docs|scripts|tests)/[\w./*-]+)`", text):
+        assert list(ROOT.glob(path)), path
 
 
 def test_gpu_check_summarises(tmp_path):

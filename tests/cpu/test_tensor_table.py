@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from pathlib import Path
 
 import pytest
 
 from mini_deepinfer.config import ModelConfig
 from mini_deepinfer.tensor_table import component_totals, expert_range, is_skipped, tensor_table
+from tests.golden import TINY_A
 
 released_table = functools.cache(lambda: tensor_table(ModelConfig.released()))
-TINY_A = Path(__file__).parents[1] / "data" / "tiny-a"
 
 RELEASED = {  # model spec 2.3
     "attention": (520, 5_069_721_600),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +12,7 @@ import torch
 
 from mini_deepinfer.config import ModelConfig
 from mini_deepinfer.tokenizer import Tokenizer, check_prompt_ids
-
-TINY_A = Path(__file__).parents[1] / "data" / "tiny-a"
+from tests.golden import TINY_A
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +17,7 @@ from mini_deepinfer.config import ModelConfig
 from mini_deepinfer.tensor_table import expert_range, tensor_table
 from mini_deepinfer.tiny_checkpoint import preset_config, write_tiny_checkpoint
 from mini_deepinfer.weights import EngramTable, load_weights
-
-TINY_A = Path(__file__).parents[1] / "data" / "tiny-a"
+from tests.golden import TINY_A
 
 
 @pytest.fixture(scope="module")

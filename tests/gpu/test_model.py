@@ -92,7 +92,7 @@ def test_blocks_teacher_forced_against_the_cpu(cuda, activation_quant):
         median, high = (6e-2, 0.2) if activation_quant else (6e-3, 8e-2)
         assert relative.median() <= median, f"block {index}: median {relative.median():.2e}"
         assert relative.quantile(0.9) <= high, f"block {index}: 90 % {relative.quantile(0.9):.2e}"
-        assert (got[index][1].cpu() - pre).abs().median() <= 1e-4
+        assert (got[index][1].cpu() - pre).abs().median() <= (2e-3 if activation_quant else 1e-4)
 
 
 @pytest.mark.parametrize("chunk", [1, 15, 16, 17, 64])

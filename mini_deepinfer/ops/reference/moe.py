@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mini_deepinfer.ops.reference.decoded import decoded
 from mini_deepinfer.ops.reference.elementwise import act_quant
 from mini_deepinfer.ops.reference.linear import matmul
 from mini_deepinfer.ops.reference.number_formats import dequant_fp8_ue8m0, dequant_mxfp4
@@ -71,7 +72,8 @@ def grouped_gemm(
             continue
         rows = slice(begin, end) if a_rows is None else a_rows[begin:end].long()
         value = a[rows].to(torch.float32) if a_scale is None else dequant_fp8_ue8m0(a[rows], a_scale[rows])
-        out[begin:end] = matmul(value, dequant_mxfp4(weight[expert], weight_scale[expert])).to(out.dtype)
+        matrix = decoded(weight[expert], weight_scale[expert], 2 * weight[expert].numel(), dequant_mxfp4)
+        out[begin:end] = matmul(value, matrix).to(out.dtype)
     return out
 
 

@@ -11,6 +11,8 @@ NaN makes the scale NaN.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -25,8 +27,12 @@ _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def decode_e2m1(codes: Tensor) -> Tensor:
     """Values of E2M1 codes. codes: uint8 in 0..15, any shape -> float32, same shape; -0 is kept."""
-    table = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], dtype=torch.float32, device=codes.device)
-    return table[codes.long()]
+    return _e2m1_table(codes.device)[codes.long()]
+
+
+@cache
+def _e2m1_table(device: torch.device) -> Tensor:
+    return torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], dtype=torch.float32, device=device)
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
@@ -66,9 +72,13 @@ def encode_e4m3(x: Tensor) -> Tensor:
 
 def decode_e8m0(scale: Tensor) -> Tensor:
     """2^(byte - 127) of uint8 bytes as float32: byte 0 is 2^-127 (bits 0x00400000), byte 255 is NaN."""
-    bits = scale.to(torch.int32) << 23
-    bits = torch.where(scale == 0, torch.full_like(bits, 0x00400000), bits)
-    bits = torch.where(scale == 255, torch.full_like(bits, 0x7FC00000), bits)
+    return _e8m0_table(scale.device)[scale.long()]
+
+
+@cache
+def _e8m0_table(device: torch.device) -> Tensor:
+    bits = torch.arange(256, dtype=torch.int32, device=device) << 23
+    bits[0], bits[255] = 0x00400000, 0x7FC00000
     return bits.view(torch.float32)
 
 
