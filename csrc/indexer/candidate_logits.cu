@@ -12,6 +12,7 @@
 // The expansion costs more than the products here, so it uses one multiply per pair: codes come out of the bit shuffle as
 // value * 2^-126 and are multiplied by scale * 2^(126 - 16) (one bf16 number while the scale byte is 11..144); the queries
 // carry the 2^16. Other scale bytes take both multiplies, and the finished dots are then multiplied by 2^-16. All exact.
+// After candidate_logits_sm90.cu it scores only the tokens and blocks marked there.
 // general kernel (everything else): rows straight from the pool, one group of 16 columns ahead.
 //
 // The token's query rows stay in registers as B fragments (64 at 32 heads). Groups without a visible entry are filled
@@ -154,7 +155,7 @@ constexpr int kBoost = 16;             // queries carry 2^16, keys 2^-16
 struct StagedWarp {
     alignas(16) uint8_t ring[kRing][kStageBlocks * kBlockBytes];
     int row[kWarpBlocks];              // first cache row of a block, -1 = none of its entries is visible
-    int num_visible[kWarpBlocks];      // of its 8 entries
+    int num_visible[kWarpBlocks];      // of its 8 entries; -1 = the block is not to be written
 };
 static_assert(sizeof(StagedWarp) * kWarps <= 48 * 1024, "static shared memory");
 
@@ -213,13 +214,15 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 32 ? 4 : 2) staged_kernel(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int first_block = (static_cast<int>(blockIdx.x % num_chunks) * kWarps + warp) * warp_blocks;
     const int num_blocks = min_of(warp_blocks, p.num_candidates - first_block);
-    if (num_blocks <= 0) return;
+    if (num_blocks <= 0 || (p.any_marked != nullptr && *p.any_marked == 0)) return;
     StagedWarp& shared = shared_warps[warp];
 
     const int seq = p.seq_of_token[token];
     const int64_t held = static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page;  // no entry past the page table exists
     const int visible = seq >= 0 && seq < p.num_seqs ? static_cast<int>(min_of<int64_t>(p.visible[token], held)) : 0;
     const int num_stages = ceil_div(num_blocks, kStageBlocks);
+    const bool all_blocks = p.any_marked == nullptr || p.marked_tokens[token] != 0;
+    bool none = true;
     for (int i = lane; i < num_stages * kStageBlocks; i += 32) {
         const int block = i < num_blocks ? p.candidates[token * p.num_candidates + first_block + i] : -1;
         const int64_t entry = static_cast<int64_t>(block) * kBlockKeys;
@@ -230,9 +233,14 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 32 ? 4 : 2) staged_kernel(
                   e % p.entries_per_page;
             count = min_of(kBlockKeys, visible - e);
         }
+        if (!all_blocks) {  // second pass: what is not marked is there already
+            if (count == 0 || p.marked_tiles[static_cast<int64_t>(seq) * p.marked_stride + block] == 0) row = count = -1;
+        }
+        none = none && count < 0;
         shared.row[i] = row;
         shared.num_visible[i] = count;
     }
+    if (__all_sync(0xffffffffu, none) != 0) return;
 
     uint32_t b[kTiles][16], weight[kTiles];
     bool boosted = true;
@@ -268,7 +276,7 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 32 ? 4 : 2) staged_kernel(
             const int block = stage * kStageBlocks + 2 * m;
             const int count_low = shared.num_visible[block], count_high = shared.num_visible[block + 1];
             float sum_low = 0.0f, sum_high = 0.0f;
-            if (count_low + count_high > 0) {
+            if (count_low > 0 || count_high > 0) {
                 const uint8_t* rows = shared.ring[stage % kRing] + 2 * m * kBlockBytes + g * KeyRow<kStagedDim>::kBytes;
                 const Quarter<kStagedDim> low = read_quarter(rows, t), high = read_quarter(rows + kBlockBytes, t);
                 float acc[kTiles][4];
@@ -298,9 +306,10 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 32 ? 4 : 2) staged_kernel(
                 sum_high = quad_sum(sum_high);
             }
             // lane t == 0 stores key g of the first block, lane t == 1 of the second
-            const bool seen = g < (t == 0 ? count_low : count_high);
+            const int count = t == 0 ? count_low : count_high;
+            const bool seen = g < count;
             const uint16_t value = seen ? to_bf16_bits(t == 0 ? sum_low : sum_high) : kNegInfBf16;
-            if (t < 2 && block + t < num_blocks) out[(block + t) * kBlockKeys + g] = value;
+            if (t < 2 && count >= 0 && block + t < num_blocks) out[(block + t) * kBlockKeys + g] = value;
         }
     }
     ptx::cp_async_wait<0>();

@@ -4,6 +4,7 @@
 #pragma once
 #include "common/math.h"
 #include "common/number_formats.cuh"
+#include "common/ptx_sm80.cuh"
 
 namespace mdi::indexer {
 
@@ -71,6 +72,29 @@ __device__ __forceinline__ float int_relu(uint32_t dot) {
 #else
     return static_cast<int32_t>(dot) < 0 ? 0.0f : static_cast<float>(static_cast<int32_t>(dot)) * bits_float((127u - kDotShift) << 23);
 #endif
+}
+
+// mul_bf16x2 of the low half of `a`, twice, and b; the instruction selects the half itself
+__device__ __forceinline__ uint32_t mul_low_bf16x2(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+    uint32_t d;
+    asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\nmov.b32 {low, high}, %1;\nmov.b32 twice, {low, low};\n"
+        "fma.rn.bf16x2 %0, twice, %2, %3;\n}\n"
+        : "=r"(d)
+        : "r"(a), "r"(b), "r"(0x80008000u));
+    return d;
+#else
+    return ptx::mul_bf16x2((a & 0xffffu) * 0x10001u, b);
+#endif
+}
+
+// sum += bf16(bf16(dot) * weight) of two neighbouring heads, lower head first; the weights are bf16 in the upper half with a zero
+// lower half, so that the upper half of a product is the product as fp32
+__device__ __forceinline__ void add_folded_heads(float& sum, float dot_even, float dot_odd, uint32_t weight_even,
+                                                 uint32_t weight_odd) {
+    const uint32_t pair = ptx::pack_bf16x2(dot_even, dot_odd);
+    sum += bits_float(mul_low_bf16x2(pair, weight_even));
+    sum += bits_float(ptx::mul_bf16x2(pair, weight_odd));
 }
 
 }  // namespace mdi::indexer

@@ -44,11 +44,11 @@ struct LogitsParams {
     uint16_t* out;                // [T, num_cols] bf16
     int64_t out_stride;           // elements
     int num_seqs;                 // B
-    uint8_t* workspace;           // logits_sm90: logits_workspace_bytes() bytes, 1024-byte aligned
-    // second pass of logits_sm90: the portable kernel scores only the marked token blocks and key tiles (null: everything)
+    uint8_t* workspace;           // sm90: logits_workspace_bytes() or candidate_workspace_bytes() bytes, 1024-byte aligned
+    // second pass of the sm90 kernels: the portable ones score only the marked tokens and keys (null: everything)
     const int32_t* any_marked;        // 0: nothing to do
-    const uint8_t* marked_tokens;     // [ceil(T / 16)]
-    const uint8_t* marked_tiles;      // [B, marked_stride], 64 keys each
+    const uint8_t* marked_tokens;     // logits: [ceil(T / 16)], 16 tokens each; candidate_logits: [T]
+    const uint8_t* marked_tiles;      // [B, marked_stride], 64 keys each (logits) or 8 (candidate_logits)
     int marked_stride;
     cudaStream_t stream;
 };
@@ -74,6 +74,8 @@ void launch_logits_marked(const LogitsParams& params, int num_blocks);  // Hi <=
 int64_t logits_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t num_cols);
 void launch_logits_sm90(const LogitsParams& params);
 void launch_candidate_logits(const LogitsParams& params);
+int64_t candidate_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t entries_per_seq);
+void launch_candidate_logits_sm90(const LogitsParams& params);
 void launch_topk(const TopkParams& params);
 void launch_candidate_blocks(const TopkParams& params);
 

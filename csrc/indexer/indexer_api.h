@@ -17,6 +17,10 @@ inline void define_indexer(Library& m) {
     m.def(
         "indexer_logits_sm90(Tensor q_codes, Tensor q_scale, Tensor weights, Tensor keys, Tensor page_table, Tensor seq_of_token, "
         "Tensor visible, int entries_per_page, Tensor(a!) workspace, Tensor(b!) out) -> ()");
+    m.def(
+        "indexer_candidate_logits_sm90(Tensor q_codes, Tensor q_scale, Tensor weights, Tensor keys, Tensor page_table, "
+        "Tensor seq_of_token, Tensor visible, int entries_per_page, Tensor candidates, int block_size, Tensor(a!) workspace, "
+        "Tensor(b!) out) -> ()");
 #endif
     m.def(
         "indexer_candidate_logits(Tensor q_codes, Tensor q_scale, Tensor weights, Tensor keys, Tensor page_table, "
@@ -171,11 +175,10 @@ inline void logits_sm90(const Tensor& q_codes, const Tensor& q_scale, const Tens
 }
 #endif
 
-inline void candidate_logits(const Tensor& q_codes, const Tensor& q_scale, const Tensor& weights, const Tensor& keys,
-                             const Tensor& page_table, const Tensor& seq_of_token, const Tensor& visible,
-                             int64_t entries_per_page, const Tensor& candidates, int64_t block_size, const Tensor& out) {
-    constexpr const char* op = "indexer.candidate_logits";
-    const DeviceScope scope(q_codes);
+inline LogitsParams candidate_params(const char* op, const Tensor& q_codes, const Tensor& q_scale, const Tensor& weights,
+                                     const Tensor& keys, const Tensor& page_table, const Tensor& seq_of_token,
+                                     const Tensor& visible, int64_t entries_per_page, const Tensor& candidates,
+                                     int64_t block_size, const Tensor& out, const DeviceScope& scope) {
     LogitsParams p = logits_params(op, q_codes, q_scale, weights, keys, page_table, seq_of_token, visible, entries_per_page, out,
                                    scope);
     check_all(op, scope, {{"candidates", candidates}});
@@ -187,8 +190,38 @@ inline void candidate_logits(const Tensor& q_codes, const Tensor& q_scale, const
     p.candidates = data<const int32_t>(candidates);
     p.num_candidates = as_int32(op, "C", candidates.size(1));
     p.block_size = as_int32(op, "block_size", block_size);
-    launch_candidate_logits(p);
+    return p;
 }
+
+inline void candidate_logits(const Tensor& q_codes, const Tensor& q_scale, const Tensor& weights, const Tensor& keys,
+                             const Tensor& page_table, const Tensor& seq_of_token, const Tensor& visible,
+                             int64_t entries_per_page, const Tensor& candidates, int64_t block_size, const Tensor& out) {
+    const DeviceScope scope(q_codes);
+    launch_candidate_logits(candidate_params("indexer.candidate_logits", q_codes, q_scale, weights, keys, page_table, seq_of_token,
+                                             visible, entries_per_page, candidates, block_size, out, scope));
+}
+
+#ifdef MDI_WITH_SM90
+inline void candidate_logits_sm90(const Tensor& q_codes, const Tensor& q_scale, const Tensor& weights, const Tensor& keys,
+                                  const Tensor& page_table, const Tensor& seq_of_token, const Tensor& visible,
+                                  int64_t entries_per_page, const Tensor& candidates, int64_t block_size, const Tensor& workspace,
+                                  const Tensor& out) {
+    constexpr const char* op = "indexer.candidate_logits";
+    const DeviceScope scope(q_codes);
+    LogitsParams p = candidate_params(op, q_codes, q_scale, weights, keys, page_table, seq_of_token, visible, entries_per_page,
+                                      candidates, block_size, out, scope);
+    check_all(op, scope, {{"workspace", workspace}});
+    MDI_CHECK_DTYPE(op, workspace, ScalarType::Byte);
+    if (workspace.numel() > 0) {  // none: the portable kernel runs
+        const int64_t needed =
+            candidate_workspace_bytes(p.num_tokens, p.num_seqs, static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page);
+        MDI_CHECK(op, workspace, workspace.numel() >= needed, "must hold ", needed, " bytes, got ", workspace.numel());
+        MDI_CHECK_ALIGN(op, workspace, 16);
+        p.workspace = data<uint8_t>(workspace);
+    }
+    launch_candidate_logits_sm90(p);
+}
+#endif
 
 inline TopkParams select_params(const char* op, const Tensor& logits, const std::optional<Tensor>& visible, const Tensor& ids,
                                 const DeviceScope& scope) {
@@ -276,6 +309,7 @@ inline void implement_indexer(Library& m) {
     m.impl("indexer_logits", TORCH_BOX(&logits));
 #ifdef MDI_WITH_SM90
     m.impl("indexer_logits_sm90", TORCH_BOX(&logits_sm90));
+    m.impl("indexer_candidate_logits_sm90", TORCH_BOX(&candidate_logits_sm90));
 #endif
     m.impl("indexer_candidate_logits", TORCH_BOX(&candidate_logits));
     m.impl("indexer_candidate_blocks", TORCH_BOX(&candidate_blocks));

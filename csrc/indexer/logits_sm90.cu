@@ -166,16 +166,19 @@ __global__ void __launch_bounds__(kFoldThreads) fold_queries_kernel(LogitsParams
             reinterpret_cast<uint16_t*>(&record.meta.weight[group][half][j / 4][t][j % 4])[head % 2] =
                 scaled_weight(weight, folded.exponent);
     }
-    if (threadIdx.x < kTokens)
-        record.meta.visible[threadIdx.x] =
-            static_cast<int>(threadIdx.x) < num_tokens ? clamped_visible(p, first_token + threadIdx.x) : 0;
+    __shared__ int seqs[kTokens], visible[kTokens];
+    if (threadIdx.x < kTokens) {
+        const bool there = static_cast<int>(threadIdx.x) < num_tokens;
+        seqs[threadIdx.x] = there ? p.seq_of_token[first_token + threadIdx.x] : -1;
+        record.meta.visible[threadIdx.x] = visible[threadIdx.x] = there ? clamped_visible(p, first_token + threadIdx.x) : 0;
+    }
+    __syncthreads();
     if (threadIdx.x == 0) {
         int num_runs = 0;
         for (int begin = 0; begin < num_tokens;) {
-            const int seq = p.seq_of_token[first_token + begin];
+            const int seq = seqs[begin];
             int end = begin, limit = 0;
-            for (; end < num_tokens && p.seq_of_token[first_token + end] == seq; ++end)
-                limit = max_of(limit, clamped_visible(p, first_token + end));
+            for (; end < num_tokens && seqs[end] == seq; ++end) limit = max_of(limit, visible[end]);
             record.meta.run[num_runs++] = {begin, end, seq, limit};
             begin = end;
         }
@@ -277,7 +280,7 @@ __device__ __forceinline__ float load_shared_float(uint32_t smem) {
 // Head sums of one token for the thread's two keys; accumulators 4j, 4j + 1 are heads 2j, 2j + 1 of the even key, the next two of
 // the odd one. Partial sum r takes heads 8i + 2r, 8i + 2r + 1 for ascending i. They start from their first term, not from +0;
 // that can only make a zero negative, see Consumer::finish.
-__device__ __forceinline__ void head_sums(const uint32_t (&acc)[kAccumulators], const uint32_t (&weight)[kHeads / 2],
+__device__ __forceinline__ void head_sums(const uint32_t (&acc)[kAccumulators], const uint32_t (&weight)[kHeads],
                                           float (&sum)[2]) {
 #pragma unroll
     for (int key = 0; key < 2; ++key) {
@@ -285,8 +288,10 @@ __device__ __forceinline__ void head_sums(const uint32_t (&acc)[kAccumulators], 
 #pragma unroll
         for (int j = 0; j < kHeads / 2; ++j) {
             const int i = 4 * j + 2 * key;
-            const uint32_t value = ptx::mul_bf16x2(ptx::pack_bf16x2(int_relu(acc[i]), int_relu(acc[i + 1])), weight[j]);
-            const float even = bits_float(value << 16), odd = bits_float(value & 0xffff0000u);
+            const uint32_t pair = ptx::pack_bf16x2(int_relu(acc[i]), int_relu(acc[i + 1]));
+            // weights have a zero low half, so that a product's bits are those of an fp32 number
+            const float even = bits_float(mul_low_bf16x2(pair, weight[2 * j]));
+            const float odd = bits_float(ptx::mul_bf16x2(pair, weight[2 * j + 1]));
             part[j % 4] = j < 4 ? even + odd : (part[j % 4] + even) + odd;
         }
         sum[key] = (part[0] + part[1]) + (part[2] + part[3]);
@@ -403,7 +408,7 @@ struct Consumer {
             ptx::mbarrier_wait(ptx::smem_address(&shared.query_full[buffer]), query_phase);
             const QueryMeta& meta = shared.meta[buffer];
             const uint32_t queries0 = ptx::smem_address(shared.queries[buffer][group]), queries1 = queries0 + kImageBytes / 2;
-            uint32_t weight[2][kHeads / 2];
+            uint32_t weight[2][kHeads];  // bf16 in the upper half
             Token token[2];
 #pragma unroll
             for (int a = 0; a < 2; ++a) {
@@ -412,8 +417,12 @@ struct Consumer {
                     uint32_t four[4];
                     load_shared_128(four, ptx::smem_address(meta.weight[group][a][i][t]));
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) weight[a][4 * i + j] = four[j];
+                    for (int j = 0; j < 4; ++j) {
+                        weight[a][8 * i + 2 * j] = four[j] << 16;
+                        weight[a][8 * i + 2 * j + 1] = four[j] & 0xffff0000u;
+                    }
                 }
+                fence_registers(weight[a]);  // keeps the compiler from unpacking them again for every tile
                 const int number = group * kGroupTokens + kHalfTokens * a + t;
                 token[a].visible = meta.visible[number];
                 token[a].row = p.out + static_cast<int64_t>(unit.block * kTokens + number) * p.out_stride;

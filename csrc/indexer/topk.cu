@@ -16,6 +16,8 @@
 //
 // Shared memory: 32 KiB of collected items + 2 bits an item (48 KiB at 65,536 columns) + 1.3 KiB.
 // Limits: none on columns; any k >= 1 (k > kCapacity takes the exact path). Plain CUDA: also runs under tests/host/cuda_on_cpu.h.
+#include <type_traits>
+
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "indexer/indexer.h"
@@ -74,6 +76,7 @@ struct ColumnSource {
         }
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
+    __device__ __forceinline__ float item(int i) const { return widen(row[i]); }
     static __device__ __forceinline__ void unpack(const Raw& raw, float (&x)[kVector]) {
         const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
@@ -121,8 +124,71 @@ struct BlockSource {
         }
         return best;
     }
+    __device__ __forceinline__ float item(int i) const { return fetch(i); }
     static __device__ __forceinline__ void unpack(const Raw& raw, float (&x)[kVector]) { x[0] = raw; }
 };
+
+// The same for bf16 blocks of 8 columns, rows on 16 bytes: a block is one load, and many are in flight.
+struct EightSource {
+    static constexpr int kVector = 1;
+    static constexpr int kInFlight = 8;
+    static constexpr int kKeyBytes = 2;
+    using Raw = uint4;
+    ColumnSource<uint16_t> columns;
+    int num_items;
+    int newest;
+
+    __device__ __forceinline__ Raw fetch(int block) const {
+        if (block == newest) return make_uint4(0x7f807f80u, 0x7f807f80u, 0x7f807f80u, 0x7f807f80u);
+        return columns.fetch(block);
+    }
+    __device__ __forceinline__ float item(int i) const {
+        float x[1];
+        unpack(fetch(i), x);
+        return x[0];
+    }
+    static __device__ __forceinline__ void unpack(const Raw& raw, float (&x)[kVector]) {
+        float column[8];
+        ColumnSource<uint16_t>::unpack(raw, column);
+        x[0] = column[0];
+#pragma unroll
+        for (int i = 1; i < 8; ++i) x[0] = fmaxf(x[0], column[i]);
+    }
+};
+
+// ffff in the halves of x (bf16 pair) that are at or above the half of `threshold`; 0 for NaN
+__device__ __forceinline__ uint32_t at_least_bf16x2(uint32_t x, uint32_t threshold) {
+#if defined(__CUDA_ARCH__)
+    uint32_t mask;
+    asm("set.ge.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(x), "r"(threshold));
+    return mask;
+#else
+    const bool low = bits_float(x << 16) >= bits_float(threshold << 16);
+    const bool high = bits_float(x & 0xffff0000u) >= bits_float(threshold & 0xffff0000u);
+    return (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
+#endif
+}
+
+// Bit i: item i of the vector is at or above the threshold (at least -FLT_MAX); false for NaN and -inf.
+template <class Source>
+__device__ __forceinline__ uint32_t passing(const typename Source::Raw& raw, float threshold) {
+    uint32_t bits = 0;
+    if constexpr (std::is_same_v<Source, ColumnSource<uint16_t>> || std::is_same_v<Source, EightSource>) {
+        // the low half of a threshold does not decide: no bf16 score lies between
+        const uint32_t pair = (float_bits(threshold) >> 16) * 0x10001u;
+        const uint32_t a = at_least_bf16x2(raw.x, pair), b = at_least_bf16x2(raw.y, pair);
+        const uint32_t c = at_least_bf16x2(raw.z, pair), d = at_least_bf16x2(raw.w, pair);
+        if constexpr (Source::kVector == 1) return (a | b | c | d) != 0 ? 1u : 0u;
+        bits = (a & 0x00020001u) | (b & 0x00080004u) | (c & 0x00200010u) | (d & 0x00800040u);
+        bits = (bits | bits >> 16) & 0xffu;
+    } else {
+        float x[Source::kVector];
+        Source::unpack(raw, x);
+#pragma unroll
+        for (int i = 0; i < Source::kVector; ++i) bits |= x[i] >= threshold ? 1u << i : 0u;
+    }
+    return bits;
+}
 
 template <class Source>
 __device__ __forceinline__ void load(const Source& source, int vector, float (&x)[Source::kVector]) {
@@ -366,32 +432,38 @@ __device__ int select_collected(const Source& source, int k, const RowOutput& ou
     if (threadIdx.x == 0) shared.num_collected = 0;
     for (int i = threadIdx.x; i < 2 * num_words; i += kThreads) maps[i] = 0;
     __syncthreads();
-    for (int vector = threadIdx.x; vector < num_vectors; vector += kInFlight * kThreads) {
+    static_assert(kInFlight * kVector <= 32, "one bit an item");
+    const int lane = threadIdx.x % 32;
+    for (int base = threadIdx.x - lane; base < num_vectors; base += kInFlight * kThreads) {  // the same in a warp
+        const int vector = base + lane;
         typename Source::Raw raw[kInFlight];
 #pragma unroll
         for (int v = 0; v < kInFlight; ++v) raw[v] = source.fetch(vector + v * kThreads);  // -inf behind the end
+        uint32_t bits = 0;
 #pragma unroll
-        for (int v = 0; v < kInFlight; ++v) {
-            float x[kVector];
-            Source::unpack(raw[v], x);
-            bool any = false;
+        for (int v = 0; v < kInFlight; ++v) bits |= passing<Source>(raw[v], threshold) << (v * kVector);
+        // places of a warp's items: one atomic a warp
+        const int mine = __popc(bits);
+        int inclusive = mine;
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) any |= x[i] >= threshold;  // false for NaN and -inf
-            if (!any) continue;
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) {
-                if (!(x[i] >= threshold)) continue;
-                const int place = atomicAdd(&shared.num_collected, 1);
-                if (place >= kCapacity) continue;
-                keys[place] = narrow_key<Source::kKeyBytes>(key_of(x[i]));
-                items[place] = (vector + v * kThreads) * kVector + i;
-            }
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
+            if (lane >= step) inclusive += other;
+        }
+        int place = 0;
+        if (lane == 31 && inclusive > 0) place = atomicAdd(&shared.num_collected, inclusive);
+        place = __shfl_sync(0xffffffffu, place, 31) + inclusive - mine;
+        for (; bits != 0 && place < kCapacity; bits &= bits - 1, ++place) {
+            const int bit = __ffs(static_cast<int>(bits)) - 1;
+            items[place] = (vector + bit / kVector * kThreads) * kVector + bit % kVector;
         }
     }
     __syncthreads();
     const int collected = shared.num_collected;
     // undecided: too many for the buffer, or too few although the threshold left items out
     if (collected > kCapacity || (collected < k && threshold != all)) return -1;
+    for (int i = threadIdx.x; i < collected; i += kThreads) keys[i] = narrow_key<Source::kKeyBytes>(key_of(source.item(items[i])));
+    __syncthreads();
 
     int num_above = 0;
     uint32_t best = kNoKey;
@@ -486,6 +558,19 @@ __global__ void __launch_bounds__(kThreads, sizeof(Score) == 2 ? 2 : 1) candidat
     select_row(source, p.k, out, nullptr, mapped, dynamic);
 }
 
+__global__ void __launch_bounds__(kThreads, 2) candidate_eights_kernel(TopkParams p, bool mapped) {
+    extern __shared__ __align__(16) uint8_t dynamic[];
+    const int64_t token = blockIdx.x;
+    EightSource source;
+    source.columns.row = static_cast<const uint16_t*>(p.scores) + token * p.stride;
+    source.columns.num_items = max_of(0, min_of(p.num_cols, p.visible[token]));
+    source.columns.aligned = true;
+    source.num_items = ceil_div(source.columns.num_items, 8);
+    source.newest = p.visible[token] > 0 ? (p.visible[token] - 1) / 8 : -1;
+    const RowOutput out{p.ids + token * p.k, nullptr, 0};
+    select_row(source, p.k, out, nullptr, mapped, dynamic);
+}
+
 template <class Kernel>
 void launch_select(const char* op, Kernel kernel, const TopkParams& p, int num_items) {
     const bool mapped = num_items <= kMaxMapped;
@@ -504,7 +589,10 @@ void launch_topk(const TopkParams& params) {
 
 void launch_candidate_blocks(const TopkParams& params) {
     const int num_items = ceil_div(params.num_cols, params.block_size);
-    if (params.is_float) launch_select("indexer.candidate_blocks", candidate_blocks_kernel<float>, params, num_items);
+    const bool eights = !params.is_float && params.block_size == 8 && params.stride % 8 == 0 &&
+                        reinterpret_cast<uintptr_t>(params.scores) % 16 == 0;
+    if (eights) launch_select("indexer.candidate_blocks", candidate_eights_kernel, params, num_items);
+    else if (params.is_float) launch_select("indexer.candidate_blocks", candidate_blocks_kernel<float>, params, num_items);
     else launch_select("indexer.candidate_blocks", candidate_blocks_kernel<uint16_t>, params, num_items);
 }
 

@@ -5,25 +5,28 @@
 //
 // Operands are swapped: the tensor core's M is output columns (weights, from registers), its N is rows (activations,
 // from shared memory). So FP4 is expanded straight into the fragment and never written anywhere, and ragged experts
-// cost rows in steps of 32: an expert's R rows are cut into ceil(R / 224) equal tiles, rounded up to 32.
+// cost rows in steps of 16: an expert's R rows are cut into ceil(R / 224) equal tiles, rounded up to 16.
 //
 // A cluster of two blocks computes 256 columns x up to 224 rows; both need the same rows, each fetches half of them
 // by TMA and multicasts. Block roles (384 threads):
 //   warp 0       TMA into a ring of five stages of 128 columns of K: rows (128-byte swizzle) and packed weights
-//   warps 1..3   the scale bytes of a stage, as distances to the column's largest
+//   warps 1..3   the scale bytes of a stage, as distances to the column's largest, and what the epilogue wants to know
 //   warpgroups 1, 2 (64 columns each)   per stage, for each half of a tile wider than 128 rows (else once):
 //     in turns: four wgmma m64nNk32 on the fragments of this stage
 //     in the other's turn: add the tensor core's sums, which have about 14 bits, to fp32 sums (promotion every 128),
 //     and expand the next stage's weights, the first two fragments as soon as their wgmma are through
+//     (the first stage of the next tile during the last one of this)
 // Wide tiles because the expansion costs the same for any number of rows: one turn of 112 rows is 224 tensor cycles, the
 // other work about 160 issue cycles. Registers set the limit: 224 rows are 112 fp32 sums and 56 of the tensor core.
 // Lane t of a quad owns scale group t of the 128 columns, 16 bytes per weight row: word j of them is its part of the
 // j-th wgmma. Expansion is a byte look-up (prmt) in the eight magnitudes of the group's scale, then the signs.
 // Epilogue by halves: sums -> bf16 -> stmatrix transposed to [row][column] -> scales -> 16-byte stores of rows that exist.
 //
+// Tiles are dealt by descending width, back and forth (scheduler.cuh): all clusters get about the same work.
+//
 // Barriers: full[s] counts the block's own producer (with all bytes of both halves) and a scale warp; empty[s] counts one
 // arrival per consumer warp of both blocks, because a stage is overwritten in both at once.
-// Shared memory 225 KiB: ring 5 x (28 + 8.5), output tiles 2 x 16, tiles 9. Registers 232 x 256 + 40 x 128.
+// Shared memory 226 KiB: ring 5 x (28 + 8.5), output tiles 2 x 16, tiles 11. Registers 232 x 256 + 40 x 128.
 // SASS: QGMMA
 // Limits: E <= 1024, K and O multiples of 32. Rows at or past offsets[E] are never written.
 #include "common/launch.h"
@@ -40,12 +43,12 @@ namespace {
 constexpr int kCluster = 2;
 constexpr int kColumns = 128;                       // output columns of a block
 constexpr int kMaxRows = 224;                       // rows of a tile
-constexpr int kHalfRows = 128;                      // wider tiles are multiplied in two halves
+constexpr int kHalfRows = 128;                      // wider tiles are multiplied and stored in two halves
 constexpr int kBlockK = 128;
 constexpr int kStages = 5;
 constexpr int kConsumers = 2;                       // warpgroups
 constexpr int kThreads = 128 * (1 + kConsumers);
-constexpr int kRowStep = 32;                        // the width of a tile is a multiple of it
+constexpr int kRowStep = 16;                        // the width of a tile is a multiple of it
 constexpr int kNumWidths = kMaxRows / kRowStep;
 constexpr int kStageBytes = kMaxRows * kBlockK;
 constexpr int kCodeBytes = kColumns * kBlockK / 2;  // FP4 weights of a stage
@@ -54,26 +57,39 @@ constexpr int kEmptyArrivals = kCluster * kConsumers * 4;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 static_assert(kConsumerRegisters * 256 + kProducerRegisters * 128 <= 168 * kThreads, "setmaxnreg: what the launch took");
 
-using Scheduler = TileScheduler<kMaxRows, kCluster * kColumns, kThreads>;
+using Scheduler = TileScheduler<kMaxRows, kCluster * kColumns, kThreads, true>;
+
+// What the epilogue wants to know about a tile, laid out by convert_scales ahead of the consumers, who never search or load
+struct alignas(16) TileInfo {
+    int64_t first_row;
+    int num_rows, width, first_column;
+    int has_next;
+    uint8_t rows[kMaxRows];     // scale bytes of the rows, 255 = NaN
+    uint8_t columns[kColumns];  // largest scale bytes of the columns
+};
+// It is written when the stage of the tile's first step is empty: the consumers are then past the epilogue of kInfos tiles
+// before, if a tile has at least kMinSteps steps.
+constexpr int kInfos = 4, kMinSteps = 2;
+static_assert((kInfos - 1) * kMinSteps >= kStages, "a TileInfo is overwritten too early");
 
 struct SharedStorage {
     alignas(1024) uint8_t ring[kStages][kStageBytes];          // [rows][128], 128-byte swizzle
     alignas(1024) uint8_t staged[kConsumers][kHalfRows * 128];  // [row][64 columns bf16]; chunk c of row r at c ^ (r % 8)
     alignas(128) uint8_t codes[kStages][kCodeBytes];            // [column][64 bytes of FP4]
-    alignas(128) uint32_t shifts[kStages][kColumns];            // byte g: the column's largest scale byte less that of group g, <= 15
+    alignas(128) uint32_t shifts[kStages][kColumns];            // byte g: binades of group g below the column's largest
     alignas(16) uint2 magnitudes[16];  // [d]: E4M3 bytes of 0 .5 1 1.5 2 3 4 6 times 2^(6 - d), d = 15: zeros
     alignas(8) uint64_t full[kStages];
     alignas(8) uint64_t empty[kStages];
     Scheduler::Storage tiles;
     int num_tiles;
-    int tile[128 * kConsumers];  // of each consumer thread, written and read by itself: registers are short
+    TileInfo info[kInfos];  // of the cluster's tile of round r: r % kInfos
 };
 static_assert(kStages >= 3, "convert_scales starts in stages 0, 1, 2");
 static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory");
 
 // One TMA map of the folded rows for each width: a block's share of the rows is one copy. One of the packed weights.
 struct Maps {
-    CUtensorMap half_of[kNumWidths];  // [width / 32 - 1]: boxes of width / 2 rows
+    CUtensorMap half_of[kNumWidths];  // [width / 16 - 1]: boxes of width / 2 rows
     CUtensorMap codes;                // boxes of 64 bytes x kColumns output columns
 };
 
@@ -82,7 +98,7 @@ struct Work {
     int expert;
     int64_t first_row;  // of out and of folded
     int num_rows;       // 1 .. 224
-    int width;          // num_rows rounded up to 32: the N of the product
+    int width;          // num_rows rounded up to 16: the N of the product
     int first_column;   // of this block
 };
 
@@ -92,6 +108,19 @@ __device__ __forceinline__ Work find_work(const SharedStorage& shared, const Gro
     const int rows = min(share, t.expert_rows - t.row_tile * share);
     return {t.expert, static_cast<int64_t>(t.expert_begin) + t.row_tile * share, rows, align_up(rows, kRowStep),
             t.first_column + rank * kColumns};
+}
+
+// Steps of a tile. One past K multiplies zeros.
+__device__ __forceinline__ int steps_of(const GroupedGemmSm90Params& p) { return max(ceil_div(p.k, kBlockK), kMinSteps); }
+
+// This cluster's tile of a round. The registers are read where they are wanted, not kept.
+__device__ __forceinline__ int dealt(int round) {
+    uint32_t block = blockIdx.x, blocks = gridDim.x;
+#if defined(__CUDA_ARCH__)
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+#endif
+    return Scheduler::dealt(round, static_cast<int>(block) / kCluster, static_cast<int>(blocks) / kCluster);
 }
 
 struct Ring {
@@ -108,7 +137,9 @@ struct Ring {
 __device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, const Maps& maps, int num_tiles,
                         int num_steps, int rank) {
     Ring ring;
-    for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < num_tiles; tile += static_cast<int>(gridDim.x) / kCluster) {
+    for (int round = 0;; ++round) {
+        const int tile = dealt(round);
+        if (tile >= num_tiles) break;
         const Work work = find_work(shared, p, tile, rank);
         const int half = work.width / kCluster;
         const CUtensorMap* map = &maps.half_of[work.width / kRowStep - 1];
@@ -132,17 +163,21 @@ template <bool kAligned>
 __device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Params& p, int num_steps, int first) {
     constexpr int kWarps = 3, kPerLane = kColumns / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    int tile = static_cast<int>(blockIdx.x) / kCluster, step = first;
+    int round = 0, tile = dealt(round), step = first;
     Ring ring{first, 0};
     bool fresh = true;
-    int row = 0, num_valid = 0;
+    int row = 0, num_valid = 0, num_rows = 0, first_column = 0;
+    int64_t first_row = 0;
     uint32_t largest = 0;  // byte i: of column lane + 32 i
     for (;; step += kWarps) {
-        for (; step >= num_steps; step -= num_steps) tile += static_cast<int>(gridDim.x) / kCluster, fresh = true;
+        for (; step >= num_steps; step -= num_steps) tile = dealt(++round), fresh = true;
         if (tile >= shared.num_tiles) return;
         if (fresh) {
             fresh = false;
             const Work work = find_work(shared, p, tile, static_cast<int>(ptx::cluster_rank()));
+            first_row = work.first_row;
+            num_rows = work.num_rows;
+            first_column = work.first_column;
             row = work.expert * p.num_out + work.first_column + lane;  // E * O <= 2^30
             num_valid = p.num_out - work.first_column - lane;          // column lane + 32 i exists: 32 i < num_valid
             largest = 0;
@@ -151,14 +186,35 @@ __device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Param
                 if (32 * i < num_valid) largest |= static_cast<uint32_t>(p.weight_row[row + 32 * i]) << (8 * i);
         }
         const int groups = p.k / 32;
+        const int64_t stride = 32 * static_cast<int64_t>(groups);  // from column to column of a lane
         const uint8_t* bytes = p.weight_scale + static_cast<int64_t>(row) * groups + 4 * step;
         uint32_t words[kPerLane] = {};
-        if (kAligned) {
+        if (kAligned && 4 * step < groups) {
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i)
-                if (32 * i < num_valid) words[i] = *reinterpret_cast<const uint32_t*>(bytes + i * 32 * static_cast<int64_t>(groups));
+                if (32 * i < num_valid) words[i] = *reinterpret_cast<const uint32_t*>(bytes + i * stride);
+        }
+        uint32_t exponents[kMaxRows / 32] = {};
+        if (step == 0) {
+#pragma unroll
+            for (int i = 0; i < kMaxRows / 32; ++i)
+                if (lane + 32 * i < num_rows) exponents[i] = float_bits(p.row_scale[first_row + lane + 32 * i]);
         }
         ptx::mbarrier_wait(ptx::smem_address(&shared.empty[ring.stage]), ring.phase ^ 1);
+        if (step == 0) {
+            TileInfo& info = shared.info[round % kInfos];
+            if (lane == 0) {
+                info.first_row = first_row;
+                info.num_rows = num_rows;
+                info.width = align_up(num_rows, kRowStep);
+                info.first_column = first_column;
+                info.has_next = dealt(round + 1) < shared.num_tiles;
+            }
+#pragma unroll
+            for (int i = 0; i < kMaxRows / 32; ++i) info.rows[lane + 32 * i] = static_cast<uint8_t>(exponents[i] >> 23);
+#pragma unroll
+            for (int i = 0; i < kPerLane; ++i) info.columns[lane + 32 * i] = static_cast<uint8_t>(largest >> (8 * i));
+        }
         if (kAligned) {
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i)
@@ -167,7 +223,8 @@ __device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Param
         } else {
 #pragma unroll 1
             for (int i = 0; i < 4 * kPerLane; ++i) {  // column i / 4, group i % 4
-                const uint32_t byte = 32 * (i / 4) < num_valid && 4 * step + i % 4 < groups ? bytes[i / 4 * 32 * static_cast<int64_t>(groups) + i % 4] : 0;
+                const bool exists = 32 * (i / 4) < num_valid && 4 * step + i % 4 < groups;
+                const uint32_t byte = exists ? bytes[i / 4 * stride + i % 4] : 0;
                 reinterpret_cast<uint8_t*>(&shared.shifts[ring.stage][lane + i / 4 * 32])[i % 4] =
                     static_cast<uint8_t>(min((largest >> (i / 4 * 8) & 0xffu) - byte, 15u));
             }
@@ -231,57 +288,58 @@ __device__ __forceinline__ void expand_weights(const RawWeights& raw, uint32_t (
 
 // -- product ------------------------------------------------------------------------------------------------------------
 
-// wgmma m64nNk32 e4m3 with A from registers; N = 80, 96 and 112 are not among the common shapes
+// wgmma m64nNk32 e4m3 with A from registers, for the N that are not among the common shapes. C = N / 2 registers of D.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// clang-format off
+#define MDI_TEXT_4 "%0, %1, %2, %3"
+#define MDI_TEXT_8 MDI_TEXT_4 ", %4, %5, %6, %7"
+#define MDI_TEXT_12 MDI_TEXT_8 ", %8, %9, %10, %11"
+#define MDI_TEXT_16 MDI_TEXT_12 ", %12, %13, %14, %15"
+#define MDI_TEXT_20 MDI_TEXT_16 ", %16, %17, %18, %19"
+#define MDI_TEXT_24 MDI_TEXT_20 ", %20, %21, %22, %23"
+#define MDI_TEXT_28 MDI_TEXT_24 ", %24, %25, %26, %27"
+#define MDI_TEXT_32 MDI_TEXT_28 ", %28, %29, %30, %31"
+#define MDI_TEXT_36 MDI_TEXT_32 ", %32, %33, %34, %35"
+#define MDI_TEXT_40 MDI_TEXT_36 ", %36, %37, %38, %39"
+#define MDI_TEXT_44 MDI_TEXT_40 ", %40, %41, %42, %43"
+#define MDI_TEXT_48 MDI_TEXT_44 ", %44, %45, %46, %47"
+#define MDI_TEXT_52 MDI_TEXT_48 ", %48, %49, %50, %51"
+#define MDI_TEXT_56 MDI_TEXT_52 ", %52, %53, %54, %55"
+#define MDI_D_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define MDI_D_8 MDI_D_4, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+#define MDI_D_12 MDI_D_8, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+#define MDI_D_16 MDI_D_12, "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define MDI_D_20 MDI_D_16, "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
+#define MDI_D_24 MDI_D_20, "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+#define MDI_D_28 MDI_D_24, "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27])
+#define MDI_D_32 MDI_D_28, "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define MDI_D_36 MDI_D_32, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+#define MDI_D_40 MDI_D_36, "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+#define MDI_D_44 MDI_D_40, "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43])
+#define MDI_D_48 MDI_D_44, "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+#define MDI_D_52 MDI_D_48, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51])
+#define MDI_D_56 MDI_D_52, "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+// clang-format on
+#define MDI_MULTIPLY(N, C, A0, A1, A2, A3, B, P)                                                                         \
+    if constexpr (kN == N)                                                                                               \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                     \
+                 "k32.f32.e4m3.e4m3 {" MDI_TEXT_##C "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1;\n}\n" \
+                 : MDI_D_##C                                                                                             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor), "r"(static_cast<uint32_t>(accumulate)))
+#endif
+
 template <int kN>
 __device__ __forceinline__ void multiply(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t descriptor, bool accumulate) {
+    if constexpr (kN == 32 || kN == 64 || kN == 128) wgmma_e4m3_rs<kN>(d, a, descriptor, accumulate);
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if constexpr (kN == 80) {
-        asm volatile(
-            "{\n.reg .pred p;\nsetp.ne.b32 p, %45, 0;\nwgmma.mma_async.sync.aligned.m64n80k32.f32.e4m3.e4m3 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-            "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-            "%36, %37, %38, %39}, {%40, %41, %42, %43}, %44, p, 1, 1;\n}\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]),
-              "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-              "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]),
-              "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor), "r"(static_cast<uint32_t>(accumulate)));
-    } else if constexpr (kN == 96) {
-        asm volatile(
-            "{\n.reg .pred p;\nsetp.ne.b32 p, %53, 0;\nwgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-            "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-            "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "
-            "%47}, {%48, %49, %50, %51}, %52, p, 1, 1;\n}\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]),
-              "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-              "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]),
-              "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]),
-              "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor), "r"(static_cast<uint32_t>(accumulate)));
-    } else if constexpr (kN == 112) {
-        asm volatile(
-            "{\n.reg .pred p;\nsetp.ne.b32 p, %61, 0;\nwgmma.mma_async.sync.aligned.m64n112k32.f32.e4m3.e4m3 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-            "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-            "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "
-            "%53, %54, %55}, {%56, %57, %58, %59}, %60, p, 1, 1;\n}\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]),
-              "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-              "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]),
-              "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]),
-              "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]),
-              "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor), "r"(static_cast<uint32_t>(accumulate)));
-    } else {
-        wgmma_e4m3_rs<kN>(d, a, descriptor, accumulate);
-    }
+    MDI_MULTIPLY(16, 8, 8, 9, 10, 11, 12, 13);
+    MDI_MULTIPLY(48, 24, 24, 25, 26, 27, 28, 29);
+    MDI_MULTIPLY(72, 36, 36, 37, 38, 39, 40, 41);
+    MDI_MULTIPLY(80, 40, 40, 41, 42, 43, 44, 45);
+    MDI_MULTIPLY(88, 44, 44, 45, 46, 47, 48, 49);
+    MDI_MULTIPLY(96, 48, 48, 49, 50, 51, 52, 53);
+    MDI_MULTIPLY(104, 52, 52, 53, 54, 55, 56, 57);
+    MDI_MULTIPLY(112, 56, 56, 57, 58, 59, 60, 61);
 #endif
 }
 
@@ -320,18 +378,19 @@ struct Consumer {
         ptx::mbarrier_wait(ptx::smem_address(&shared.full[ring.stage]), ring.phase);
     }
 
-    // One step: multiply each half of the rows with the fragments `a`, then replace those with the next step's.
+    // One step: multiply each half of the rows with the fragments `a`, then replace those with the next stage's, which may
+    // be the next tile's. Without a next stage (`more` is false) old bytes are read and the fragments not used.
     template <int kN, int kHalves>
-    __device__ __forceinline__ void run_step(int step, int num_steps, bool never, uint32_t (&a)[4][4], float (&part)[kN / 2],
+    __device__ __forceinline__ void run_step(bool more, bool never, uint32_t (&a)[4][4], float (&part)[kN / 2],
                                              float (&sums)[kHalves][kN / 2]) {
         const uint64_t descriptor = smem_descriptor_k128(ptx::smem_address(shared.ring[ring.stage]));
         const uint32_t empty = ptx::smem_address(&shared.empty[ring.stage]);
-        const bool has_next = step + 1 < num_steps;
+        RawWeights raw;
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
             const bool last = half == kHalves - 1;
+            wgmma_fence();  // before the wait: what must be done first is then not done in the turn
             ptx::named_barrier_sync(kTurnBarrier + group, 256);
-            wgmma_fence();
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 multiply<kN>(part, a[j], advance_descriptor(descriptor, half * kN * kBlockK + 32 * j), j > 0 || never);
@@ -339,11 +398,8 @@ struct Consumer {
             }
             wgmma_commit();
             ptx::named_barrier_arrive(kTurnBarrier + (group ^ 1), 256);
-            RawWeights raw;
-            if (last && has_next) {
-                ring.advance();
-                wait_stage();
-                read_weights<0>(shared, ring.stage, group * 128 + thread, raw);
+            if (kHalves == 1) read_next(more, raw);
+            if (last && more) {  // the branch keeps ptxas from moving the expansion behind the second wait
                 wgmma_wait<1>();
                 fence_registers(a[0]);
                 fence_registers(a[1]);
@@ -353,72 +409,70 @@ struct Consumer {
             }
             wgmma_wait<0>();
             fence_registers(part);
-            if (last && thread % 32 < kCluster) arrive_in_block(empty, thread % 32);  // this warp is done with the stage in both blocks
+            if (last && thread % 32 < kCluster) arrive_in_block(empty, thread % 32);  // done with the stage, in both blocks
+            if (last) read_weights<2>(shared, ring.stage, group * 128 + thread, raw);
 #pragma unroll
             for (int i = 0; i < kN / 2; ++i) sums[half][i] += part[i];
-            if (last && has_next) {
-                read_weights<2>(shared, ring.stage, group * 128 + thread, raw);
-                expand_weights<2>(raw, a);
-            }
+            if (last) expand_weights<2>(raw, a);
+            else read_next(more, raw);
         }
-        if (!has_next) ring.advance();
     }
 
-    // Everything the epilogue wants from global memory, requested before anything waits.
-    template <int kN>
-    struct StoreScales {
-        uint2 columns;          // scale bytes of this thread's eight columns
-        float rows[kN / 16];    // scales of rows first + thread / 8 + 16 i
-    };
+    // On to the next stage, and its first weights
+    __device__ __forceinline__ void read_next(bool more, RawWeights& raw) {
+        ring.advance();
+        if (more) wait_stage();
+        read_weights<0>(shared, ring.stage, group * 128 + thread, raw);
+    }
 
-    template <int kN>
-    __device__ __forceinline__ void load_scales(const Work& work, int first, StoreScales<kN>& scales) {
-        const int column = work.first_column + group * 64 + thread % 8 * 8;
-        scales.columns = make_uint2(0, 0);
-        if (column < p.num_out)
-            scales.columns = *reinterpret_cast<const uint2*>(p.weight_row + static_cast<int64_t>(work.expert) * p.num_out + column);
-#pragma unroll
-        for (int i = 0; i < kN / 16; ++i) {
-            const int row = first + thread / 8 + 16 * i;
-            scales.rows[i] = row < work.num_rows ? p.row_scale[work.first_row + row] : 0.0f;
-        }
+    // The first fragments of all
+    __device__ __forceinline__ void begin(uint32_t (&a)[4][4]) {
+        wait_stage();
+        RawWeights raw;
+        read_weights<0>(shared, ring.stage, group * 128 + thread, raw);
+        expand_weights<0>(raw, a);
+        read_weights<2>(shared, ring.stage, group * 128 + thread, raw);
+        expand_weights<2>(raw, a);
     }
 
     // Sums of the kN rows from `first` -> bf16 -> [row][64 columns] in shared memory -> scaled -> global.
     template <int kN>
-    __device__ __forceinline__ void store(const Work& work, int first, const StoreScales<kN>& scales, const float (&sums)[kN / 2]) {
+    __device__ __forceinline__ void store(const TileInfo& info, int first, const float (&sums)[kN / 2]) {
         const int warp = thread / 32, lane = thread % 32;
         uint8_t* staged = shared.staged[group];
         ptx::named_barrier_sync(1 + group, 128);  // the warpgroup has read the previous half
         const uint32_t base = ptx::smem_address(staged) + ((lane / 16) * 8 + lane % 8) * 128 +
                               ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
 #pragma unroll
-        for (int n = 0; n < kN / 8; n += 2)  // matrices: columns 0..7 and 8..15 of rows 8n.., then of rows 8n + 8..
+        for (int n = 0; n < kN / 8; n += 2) {  // matrices: columns 0..7 and 8..15 of rows 8n.., then of rows 8n + 8..
+            const bool pair = n + 1 < kN / 8;  // else the second ones are of no row
             ptx::stmatrix_x4_trans(base + n * 8 * 128, ptx::pack_bf16x2(sums[4 * n], sums[4 * n + 1]),
                                    ptx::pack_bf16x2(sums[4 * n + 2], sums[4 * n + 3]),
-                                   ptx::pack_bf16x2(sums[4 * n + 4], sums[4 * n + 5]),
-                                   ptx::pack_bf16x2(sums[4 * n + 6], sums[4 * n + 7]));
+                                   pair ? ptx::pack_bf16x2(sums[pair ? 4 * n + 4 : 0], sums[pair ? 4 * n + 5 : 0]) : 0,
+                                   pair ? ptx::pack_bf16x2(sums[pair ? 4 * n + 6 : 0], sums[pair ? 4 * n + 7 : 0]) : 0);
+        }
         ptx::named_barrier_sync(1 + group, 128);
-        const int chunk = thread % 8, column = work.first_column + group * 64 + chunk * 8;
+        const int chunk = thread % 8, column = info.first_column + group * 64 + chunk * 8;
         if (column >= p.num_out) return;
+        const uint2 columns = *reinterpret_cast<const uint2*>(info.columns + group * 64 + chunk * 8);
         uint32_t factors[4];  // 2^(byte - 127 - 6) of the eight columns, bf16 pairs
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint32_t pair = (i < 2 ? scales.columns.x : scales.columns.y) >> (16 * (i % 2));
+            const uint32_t pair = (i < 2 ? columns.x : columns.y) >> (16 * (i % 2));
             factors[i] = column_factor(pair & 0xffu) | column_factor(pair >> 8 & 0xffu) << 16;
         }
 #pragma unroll
-        for (int i = 0; i < kN / 16; ++i) {
+        for (int i = 0; i < (kN + 8) / 16; ++i) {
             const int row = thread / 8 + 16 * i;
-            if (first + row >= work.num_rows) break;
-            const uint32_t bits = float_bits(scales.rows[i]) >> 16;  // a power of two, or NaN
+            if (row >= kN || first + row >= info.num_rows) break;
+            const uint32_t byte = info.rows[first + row], bits = byte == 255 ? 0x7fc0u : (byte ? byte << 7 : 0x40u);
             const uint32_t scale = bits | bits << 16;
             uint4 v = *reinterpret_cast<const uint4*>(staged + row * 128 + (chunk ^ (row % 8)) * 16);
             v.x = bf16x2_product(bf16x2_product(v.x, factors[0]), scale);
             v.y = bf16x2_product(bf16x2_product(v.y, factors[1]), scale);
             v.z = bf16x2_product(bf16x2_product(v.z, factors[2]), scale);
             v.w = bf16x2_product(bf16x2_product(v.w, factors[3]), scale);
-            *reinterpret_cast<uint4*>(p.out + (work.first_row + first + row) * p.num_out + column) = v;
+            *reinterpret_cast<uint4*>(p.out + (info.first_row + first + row) * p.num_out + column) = v;
         }
     }
 
@@ -430,8 +484,8 @@ struct Consumer {
 
     // One tile of kHalves * kN rows
     template <int kN, int kHalves>
-    __device__ __forceinline__ void run_tile() {
-        const int num_steps = ceil_div(p.k, kBlockK);
+    __device__ __forceinline__ void run_tile(const TileInfo& info, uint32_t (&a)[4][4]) {
+        const int num_steps = steps_of(p);
         // the first product of a chain must not see a constant: ptxas would add a fence (wgmma_sm90.cuh)
         const bool never = p.num_out < 0;
         float sums[kHalves][kN / 2], part[kN / 2];
@@ -441,54 +495,44 @@ struct Consumer {
 #pragma unroll
             for (int half = 0; half < kHalves; ++half) sums[half][i] = 0.0f;
         }
-        uint32_t a[4][4];
         reload_thread();
-        wait_stage();
-        RawWeights raw;
-        read_weights<0>(shared, ring.stage, group * 128 + thread, raw);
-        expand_weights<0>(raw, a);
-        read_weights<2>(shared, ring.stage, group * 128 + thread, raw);
-        expand_weights<2>(raw, a);
-        for (int step = 0; step < num_steps; ++step) run_step<kN, kHalves>(step, num_steps, never, a, part, sums);
+        const bool has_next = info.has_next != 0;
+        for (int step = 0; step < num_steps; ++step)
+            run_step<kN, kHalves>(step + 1 < num_steps || has_next, never, a, part, sums);
         reload_thread();
-        const int rank = static_cast<int>(ptx::cluster_rank());
-        const Work work = find_work(shared, p, shared.tile[group * 128 + thread], rank);  // again: see SharedStorage::tile
-        StoreScales<kN> scales[kHalves];
-#pragma unroll
-        for (int half = 0; half < kHalves; ++half) load_scales<kN>(work, half * kN, scales[half]);
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
-            store<kN>(work, half * kN, scales[half], sums[half]);
+            store<kN>(info, half * kN, sums[half]);
             __syncwarp();
         }
     }
 };
 
-// gridDim.x / kCluster, read where it is wanted
-__device__ __forceinline__ int num_clusters() {
-    uint32_t blocks = gridDim.x;
-#if defined(__CUDA_ARCH__)
-    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
-#endif
-    return static_cast<int>(blocks) / kCluster;
-}
-
 __device__ __forceinline__ void consume(SharedStorage& shared, const GroupedGemmSm90Params& p) {
     Consumer consumer{shared, p, static_cast<int>(threadIdx.x) % 128, static_cast<int>(threadIdx.x) / 128 - 1, {}};
-    int tile = static_cast<int>(blockIdx.x) / kCluster;
-    if (tile >= shared.num_tiles) return;
+    if (dealt(0) >= shared.num_tiles) return;
     if (consumer.group == 1) ptx::named_barrier_arrive(kTurnBarrier, 256);  // warpgroup 0 begins
-    int& own = shared.tile[threadIdx.x - 128];
-    for (own = tile; own < shared.num_tiles; own += num_clusters()) {
-        switch (find_work(shared, p, own, static_cast<int>(ptx::cluster_rank())).width) {
-            case 32: consumer.run_tile<32, 1>(); break;
-            case 64: consumer.run_tile<64, 1>(); break;
-            case 96: consumer.run_tile<96, 1>(); break;
-            case 128: consumer.run_tile<128, 1>(); break;
-            case 160: consumer.run_tile<80, 2>(); break;
-            case 192: consumer.run_tile<96, 2>(); break;
-            default: consumer.run_tile<112, 2>(); break;
+    uint32_t a[4][4];
+    consumer.begin(a);
+    for (int round = 0;; ++round) {
+        const TileInfo& info = shared.info[round % kInfos];  // there since its first stage is full
+        switch (info.width) {
+            case 16: consumer.run_tile<16, 1>(info, a); break;
+            case 32: consumer.run_tile<32, 1>(info, a); break;
+            case 48: consumer.run_tile<48, 1>(info, a); break;
+            case 64: consumer.run_tile<64, 1>(info, a); break;
+            case 80: consumer.run_tile<80, 1>(info, a); break;
+            case 96: consumer.run_tile<96, 1>(info, a); break;
+            case 112: consumer.run_tile<112, 1>(info, a); break;
+            case 128: consumer.run_tile<128, 1>(info, a); break;
+            case 144: consumer.run_tile<72, 2>(info, a); break;
+            case 160: consumer.run_tile<80, 2>(info, a); break;
+            case 176: consumer.run_tile<88, 2>(info, a); break;
+            case 192: consumer.run_tile<96, 2>(info, a); break;
+            case 208: consumer.run_tile<104, 2>(info, a); break;
+            default: consumer.run_tile<112, 2>(info, a); break;
         }
+        if (!info.has_next) break;
     }
     if (consumer.group == 0) ptx::named_barrier_sync(kTurnBarrier, 256);  // takes the last turn that warpgroup 1 gave
 }
@@ -509,7 +553,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
     const int thread = static_cast<int>(threadIdx.x);
     const int rank = static_cast<int>(ptx::cluster_rank());
-    const int num_steps = ceil_div(params.k, kBlockK);
+    const int num_steps = steps_of(params);
     if (thread == 0) {
         for (int i = 0; i < kNumWidths; ++i) ptx::prefetch_tensor_map(&maps.half_of[i]);
         ptx::prefetch_tensor_map(&maps.codes);
@@ -520,6 +564,8 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
         ptx::fence_mbarrier_init();
     }
     if (thread >= 32 && thread < 48) shared.magnitudes[thread - 32] = magnitude_bytes(thread - 32);
+    for (int i = thread; i < kStages * kColumns; i += kThreads)  // run_step may read a stage that was never filled
+        shared.shifts[i / kColumns][i % kColumns] = 0;
     Scheduler::build(shared.tiles, params.offsets, params.num_experts);
     const int num_tiles = Scheduler::num_tiles(shared.tiles, params.num_experts, params.num_out);
     if (thread == 0) shared.num_tiles = num_tiles;

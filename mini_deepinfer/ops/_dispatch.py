@@ -61,7 +61,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "indexer.quant_query": ("portable",),
     "indexer.logits": ("sm90", "portable"),
     "indexer.candidate_blocks": ("portable",),
-    "indexer.candidate_logits": ("portable",),
+    "indexer.candidate_logits": ("sm90", "portable"),
     "indexer.topk": ("portable",),
     "indexer.cache_rows": ("portable",),
     #

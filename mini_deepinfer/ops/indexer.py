@@ -20,7 +20,7 @@ pack_keys, unpack_keys = reference.pack_keys, reference.unpack_keys
 
 KERNEL_HEAD_DIMS = (64, 128)
 KERNEL_MAX_HEADS = 64
-FOLDED_MAX_HEADS, FOLDED_HEAD_DIM = 32, 128  # what logits_sm90.cu folds to int8
+FOLDED_MAX_HEADS, FOLDED_HEAD_DIM = 32, 128  # what the sm90 scores fold to int8
 FOLDED_MIN_TOKENS_PER_SEQ = 16  # shorter ones would fold more keys than they score
 FOLDED_MAX_WORKSPACE = 2 << 30
 FLOATS = (torch.bfloat16, torch.float32)
@@ -156,6 +156,18 @@ def _fold_workspace(tokens: int, heads: int, head_dim: int, num_seqs: int, num_c
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
+def _candidate_workspace(
+    tokens: int, heads: int, head_dim: int, entries: int, num_seqs: int, scored: int, block_size: int, device: torch.device
+) -> Tensor:
+    """Scratch of the sm90 candidate scores (keys as int8): `entries` a sequence; empty where the portable kernel does it all."""
+    blocks = num_seqs * (entries // 8)
+    size = blocks * (1024 + 32 + 1) + 4 * num_seqs + tokens + 8 * 256  # checked against the kernel's own sum
+    fits = heads <= FOLDED_MAX_HEADS and head_dim == FOLDED_HEAD_DIM and block_size == 8 and size <= FOLDED_MAX_WORKSPACE
+    if not fits or tokens * scored < num_seqs * entries:  # it would fold more keys than it scores
+        size = 0
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
 def logits(
     q_codes: Tensor,
     q_scale: Tensor,
@@ -273,8 +285,9 @@ def candidate_logits(
     Raises:
         TypeError, ValueError  wrong dtype; wrong shape, device or range
         RuntimeError           not contiguous on CUDA; GPU or build cannot run it
-    Deterministic. Synchronises: no. Workspace: none.
-    Kernel: csrc/indexer/candidate_logits.cu. Reference: ops.reference.indexer.candidate_logits.
+    Deterministic. Synchronises: no. Workspace: none (portable); sm90 about 132 bytes a sequence and entry its pages can hold.
+    Same bits from every kernel.
+    Kernels: csrc/indexer/candidate_logits.cu, candidate_logits_sm90.cu. Reference: ops.reference.indexer.candidate_logits.
     """
     op = "indexer.candidate_logits"
     tokens, heads, head_dim = _check_score(
@@ -290,7 +303,14 @@ def candidate_logits(
     if impl == "reference":
         return reference.candidate_logits(*operands)
     _check_kernel(op, impl, heads, head_dim)
-    call(op, impl, *operands, out)
+    if impl == "sm90":
+        entries = page_table.shape[1] * entries_per_page
+        workspace = _candidate_workspace(
+            tokens, heads, head_dim, entries, page_table.shape[0], out.shape[1], block_size, weights.device
+        )
+        call(op, impl, *operands, workspace, out)
+    else:
+        call(op, impl, *operands, out)
     return out
 
 

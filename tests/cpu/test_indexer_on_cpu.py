@@ -17,7 +17,10 @@ NEG_INF = float("-inf")
 
 
 def kernel_file(name: str) -> ctypes.CDLL:
-    return library(f"indexer_{name}", [f"csrc/indexer/{name}.cu"])
+    sources = [f"csrc/indexer/{name}.cu"]
+    if name == "candidate_logits_sm90":
+        sources.append("csrc/indexer/candidate_logits.cu")  # its second pass
+    return library(f"indexer_{name}", sources)
 
 
 def test_quantise() -> None:
@@ -35,12 +38,14 @@ def test_quantise() -> None:
     assert_bitwise(rows, wanted, "rows")
 
 
-def score(operands: tuple[Tensor, ...], per_page: int, columns: int, candidates: Tensor | None = None) -> Tensor:
+def score(
+    operands: tuple[Tensor, ...], per_page: int, columns: int, candidates: Tensor | None = None, name: str = "candidate_logits"
+) -> Tensor:
     q_codes, q_scale, weights, keys, table, owner, visible = operands
     tokens, heads, dim = q_codes.shape[0], q_codes.shape[1], q_codes.shape[2] * 2
     num_candidates = 0 if candidates is None else candidates.shape[1]
     out = torch.full((tokens, columns), 7.0, dtype=torch.bfloat16)
-    kernel_file("logits" if candidates is None else "candidate_logits").logits(
+    kernel_file("logits" if candidates is None else name).logits(
         tokens, heads, dim, columns, per_page, table.shape[1], table.shape[0], pointer(q_codes), pointer(q_scale), pointer(weights),
         pointer(keys), pointer(table), pointer(owner), pointer(visible), pointer(candidates), num_candidates, 8, pointer(out),
     )  # fmt: skip
@@ -69,6 +74,7 @@ def test_logits(heads: int, dim: int, per_page: int) -> None:
     candidates = torch.tensor([0, 3, -1, 4, 7, 8, 12, 16, -1], dtype=torch.int32).repeat(len(owner), 1)
     wanted = reference.candidate_logits(*operands, per_page, candidates, 8)
     assert_bitwise(score(operands, per_page, 72, candidates), wanted, "candidate_logits")
+    assert_bitwise(score(operands, per_page, 72, candidates, "candidate_logits_sm90"), wanted, "candidate_logits_sm90")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
@@ -93,3 +99,25 @@ def test_selection(kind: str, dtype: torch.dtype) -> None:
         assert_bitwise(count, wanted[1], f"count of {columns}")
         kernel_file("topk").topk(*args, 8, pointer(None), 0, pointer(ids), pointer(None), 1)
         assert_bitwise(ids, reference.candidate_blocks(x, visible, 8, 512), f"blocks of {columns}")
+
+
+@pytest.mark.parametrize("heads", [8, 20, 32])
+def test_folded_candidate_logits(heads: int) -> None:
+    """The int8 candidate scores: all rows fold; then a few blocks and one token do not and are scored by the second pass."""
+    g = generator(heads)
+    owner = torch.tensor([0, 0, 1, 0, 1, 1], dtype=torch.int32)
+    visible = torch.tensor([130, 100, 7, 1, 5, 64], dtype=torch.int32)
+    keys, table = index_key_rows(g, 4 * 136, 128), page_table(g, 2, 2, 4)
+    weights = normal(g, len(owner), heads, scale=2.0**-6)
+    codes, scale = reference.quant_query(normal(g, len(owner), heads, 128))
+    candidates = torch.arange(40, dtype=torch.int32).repeat(len(owner), 1)
+    candidates[:, 17::9] = -1
+    for wide in (False, True):
+        if wide:
+            keys[::37, 66] += 6
+            scale[1, 3, 2] += 9
+            weights[3, 1] = float("inf")
+        operands = (codes, scale, weights, keys, table, owner, visible)
+        wanted = reference.candidate_logits(*operands, 136, candidates, 8)
+        got = score(operands, 136, 320, candidates, "candidate_logits_sm90")
+        assert_bitwise(got, wanted, f"scores, wide={wide}")
