@@ -44,8 +44,9 @@ def test_float32_logits(length):
     diff = (logits - golden()[f"L{length}.f32.logits"]).abs()
     assert diff.mean() <= max(1e-4, 3 * NOISE_MEAN[length])
     assert diff.max() <= max(5e-3, 3 * NOISE_MAX[length])
-    if length <= 7:  # no rounding flip on these prompts: far below the noise bounds
-        assert diff.max() <= 1e-4
+    if length <= 33:  # no rounding flip on these prompts: far below the noise bounds
+        assert diff.max() <= (1e-4 if length <= 7 else 2e-3)
+        assert diff.mean() <= 1e-5
 
 
 @pytest.mark.parametrize("length", PROMPT_LENGTHS)

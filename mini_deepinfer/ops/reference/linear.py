@@ -14,26 +14,22 @@ BLOCK_ROWS = 16
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, K] times weight [O, K] transposed, operands taken to float32, float32 result [T, O].
+    """x [T, K] times weight [O, K] transposed, float32 result [T, O].
 
-    On the CPU every call of the library has `BLOCK_ROWS` rows (the last block is padded with zeros): bitwise independent of T.
-    On a GPU this is one library call in full float32.
+    On the CPU the sums are made in float64 and rounded once, and every call of the library has `BLOCK_ROWS` rows (the last block is
+    padded with zeros): bitwise independent of T, and within float32 rounding of the exact product. On a GPU this is one library call in
+    full float32.
     """
-    x = x.to(torch.float32)
-    weight_t = weight.to(torch.float32).t()
-    num_rows = x.shape[0]
     if x.device.type != "cpu":
-        return x @ weight_t
-    out = torch.empty(num_rows, weight.shape[0], dtype=torch.float32)
-    x = x.contiguous()
-    full = num_rows - num_rows % BLOCK_ROWS
-    for start in range(0, full, BLOCK_ROWS):
-        torch.mm(x[start : start + BLOCK_ROWS], weight_t, out=out[start : start + BLOCK_ROWS])
-    if full < num_rows:
-        block = torch.zeros(BLOCK_ROWS, x.shape[1], dtype=torch.float32)
-        block[: num_rows - full] = x[full:]
-        out[full:] = torch.mm(block, weight_t)[: num_rows - full]
-    return out
+        return x.to(torch.float32) @ weight.to(torch.float32).t()
+    num_rows = x.shape[0]
+    padded = torch.zeros(-(-num_rows // BLOCK_ROWS) * BLOCK_ROWS, x.shape[1], dtype=torch.float64)
+    padded[:num_rows] = x
+    weight_t = weight.to(torch.float64).t()
+    out = torch.empty(padded.shape[0], weight.shape[0], dtype=torch.float64)
+    for start in range(0, padded.shape[0], BLOCK_ROWS):
+        torch.mm(padded[start : start + BLOCK_ROWS], weight_t, out=out[start : start + BLOCK_ROWS])
+    return out[:num_rows].to(torch.float32)
 
 
 def dequant_block32(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
