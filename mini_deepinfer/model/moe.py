@@ -57,22 +57,18 @@ class MoE:
         with stage("moe.shared"):
             shared = self._shared(act)
         codes, scale = act.groups()
-        if self.parallel.world == 1:
-            with stage("moe.dispatch"):
-                rows = moe.dispatch(ids, weights, self.experts.start, len(self.experts))
-            with stage("moe.experts"):
-                y = self._experts(codes, scale, rows)
-            with stage("moe.combine"):
-                return moe.combine(y, rows[0], shared, x.dtype)
         with stage("moe.dispatch"):
-            codes = self.parallel.all_gather(codes, step.counts)
-            scale = None if scale is None else self.parallel.all_gather(scale, step.counts)
-            ids = self.parallel.all_gather_expert_ids(ids, step.counts)
-            weights = self.parallel.all_gather(weights, step.counts)
+            if self.parallel.world > 1:
+                codes = self.parallel.all_gather(codes, step.counts)
+                scale = None if scale is None else self.parallel.all_gather(scale, step.counts)
+                ids = self.parallel.all_gather_expert_ids(ids, step.counts)
+                weights = self.parallel.all_gather(weights, step.counts)
             rows = moe.dispatch(ids, weights, self.experts.start, len(self.experts))
         with stage("moe.experts"):
             y = self._experts(codes, scale, rows)
         with stage("moe.combine"):
+            if self.parallel.world == 1:
+                return moe.combine(y, rows[0], shared, x.dtype)
             return self._combine_ranks(y, rows[0], rows[1], shared, step, x.dtype)
 
     def _experts(self, codes: torch.Tensor, scale: torch.Tensor | None, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:

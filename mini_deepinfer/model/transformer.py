@@ -127,11 +127,9 @@ class Block:
     def _leave(self, name: str, act: Activation, y: torch.Tensor, residual: Residual, step: Step) -> None:
         residual.leave(y)
         if step.trace is not None:
-            named = {"in": act.x, "out": y}
-            coefficients = {"pre": residual.pre, "post": residual.post, "comb": residual.comb}
-            for part, tensor in named.items():
-                step.record(f"{name}_{part}", self.index, tensor)
-            for part, tensor in coefficients.items():
+            step.record(f"{name}_in", self.index, act.x)
+            step.record(f"{name}_out", self.index, y)
+            for part, tensor in (("pre", residual.pre), ("post", residual.post), ("comb", residual.comb)):
                 step.record(f"hc_{name}_{part}", self.index, tensor)
 
 
