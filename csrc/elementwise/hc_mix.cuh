@@ -145,7 +145,6 @@ MDI_DEVICE void fetch_tile(const HcExpandMixParams& p, int tile, char* stage) {
     using T = PassTraits<kStreams, kExpand>;
     const CopyVector at(tile);
     if (at.token >= p.mix.num_tokens) return;
-    const uint64_t policy = evict_first_policy();
     const bool live = at.column < p.mix.width;
     const uint32_t bytes = live ? 16 : 0;
     const int column = live ? at.column : 0;
@@ -153,9 +152,9 @@ MDI_DEVICE void fetch_tile(const HcExpandMixParams& p, int tile, char* stage) {
     const bf16* source = p.mix.streams + at.token * (kStreams * p.mix.width) + column;
 #pragma unroll
     for (int s = 0; s < kStreams; ++s)
-        cp_async_16_zfill(target + s * kSlice * 2, source + static_cast<int64_t>(s) * p.mix.width, bytes, policy);
+        ptx::cp_async_16_zfill(target + s * kSlice * 2, source + static_cast<int64_t>(s) * p.mix.width, bytes);
     if constexpr (kExpand)
-        cp_async_16_zfill(target + kStreams * kSlice * 2, p.y + at.token * p.y_stride + column, bytes, policy);
+        ptx::cp_async_16_zfill(target + kStreams * kSlice * 2, p.y + at.token * p.y_stride + column, bytes);
 }
 
 // A finished tile's R' and x to memory.
@@ -168,7 +167,8 @@ MDI_DEVICE void store_tile(const HcExpandMixParams& p, int tile, const char* sta
     bf16* out = p.out + at.token * (kStreams * p.mix.width) + at.column;
 #pragma unroll
     for (int s = 0; s < kStreams; ++s)
-        store_evict_first(out + static_cast<int64_t>(s) * p.mix.width, *reinterpret_cast<const uint4*>(source + s * kSlice));
+        *reinterpret_cast<uint4*>(out + static_cast<int64_t>(s) * p.mix.width) =
+            *reinterpret_cast<const uint4*>(source + s * kSlice);
     *reinterpret_cast<uint4*>(p.x + at.token * p.mix.width + at.column) =
         *reinterpret_cast<const uint4*>(source + kStreams * kSlice);
 }
@@ -425,7 +425,8 @@ MDI_DEVICE float sinkhorn(float logit, int iters, float eps) {
     float largest = __shfl_sync(kFullWarp, logit, row);
 #pragma unroll
     for (int i = 1; i < kStreams; ++i) largest = fmaxf(largest, __shfl_sync(kFullWarp, logit, row + i));
-    float x = expf(logit - largest);
+    // The other lanes hold anything, the square sum too: infinities would send every division of the warp down its slow path.
+    float x = lane == kFirst + element ? expf(logit - largest) : 1.0f;
     x = x / row_sum(x) + eps;
     x = x / (column_sum(x) + eps);
     for (int iter = 1; iter < iters; ++iter) {

@@ -8,6 +8,7 @@
 //
 // Block = blockDim.y rows of blockDim.x threads. A thread owns kChunks vectors of 8 columns, vector c * blockDim.x + x, in
 // registers from the load to the store: each row is read once and written once. Four neighbouring lanes hold one group.
+// In rows of 256 threads and more without a collapse a thread stands for two of these threads: half the work once a thread.
 // Row sums: a thread's own columns in order, a butterfly over the warp, then the warps in order. The shape of the block
 // depends on N only, so a row's bits depend neither on T nor on the other parts of the pass.
 // Shared memory: at most 256 bytes. Limits: N % 32 == 0, N <= 16384 (rows) or 10240 (streams).
@@ -18,11 +19,10 @@
 namespace mdi::elementwise {
 namespace {
 
-template <int kChunks, bool kCollapse, int kMaxThreads>
+template <int kChunks, int kParts, bool kCollapse, int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads) row_kernel(RowParams p) {
-    __shared__ float sum_scratch[kMaxRowWarps];
-    __shared__ uint32_t max_scratch[kMaxRowWarps];
-    row_pass<kChunks, kCollapse>(p, static_cast<int>(blockIdx.x), sum_scratch, max_scratch);
+    __shared__ RowScratch scratch;
+    row_pass<kChunks, kParts, kCollapse>(p, static_cast<int>(blockIdx.x), scratch);
 }
 
 // Codes that are quantised already: a block takes one row, reads its scale bytes for the largest, then folds.
@@ -49,12 +49,11 @@ __global__ void __launch_bounds__(kFoldThreads) fold_scales_kernel(FoldScalesPar
     if (threadIdx.x == 0) p.row_scale[token] = e8m0_decode(static_cast<uint8_t>(row_byte));
 }
 
-template <int kChunks, bool kCollapse, int kMaxThreads>
-void launch_rows(const RowParams& p) {
-    const int threads = row_threads<kChunks>(p.width);
+template <int kChunks, int kParts, bool kCollapse, int kMaxThreads>
+void launch_rows(const RowParams& p, int threads) {
     const int rows = rows_per_block(threads);
     const auto blocks = static_cast<unsigned>(ceil_div<int64_t>(p.num_tokens, rows));
-    launch("elementwise.row", row_kernel<kChunks, kCollapse, kMaxThreads>,
+    launch("elementwise.row", row_kernel<kChunks, kParts, kCollapse, kMaxThreads>,
            {dim3(blocks), dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows)), 0, p.stream}, p);
 }
 
@@ -62,12 +61,15 @@ void launch_rows(const RowParams& p) {
 
 void launch_row(const RowParams& p) {
     // Two vectors a thread up to N = 10240 for both sources, so that collapse + norm sums like norm alone.
+    const int threads = row_threads<2>(p.width);
     if (p.streams != nullptr)
-        launch_rows<2, true, 640>(p);
-    else if (p.width <= kMaxCollapseWidth)
-        launch_rows<2, false, 640>(p);
+        launch_rows<2, 1, true, 640>(p, threads);
+    else if (p.width > kMaxCollapseWidth)
+        launch_rows<4, 1, false, 512>(p, row_threads<4>(p.width));
+    else if (row_threads_in_halves(threads))
+        launch_rows<2, 2, false, 320>(p, threads / 2);
     else
-        launch_rows<4, false, 512>(p);
+        launch_rows<2, 1, false, 640>(p, threads);
 }
 
 void launch_fold_scales(const FoldScalesParams& p) {

@@ -35,13 +35,24 @@ MDI_HOST_DEVICE uint4 pack(const float (&value)[kVector]) {
                       pack_pair(value[6], value[7]));
 }
 
-// largest bits of |x|: NaN > Inf > finite
-MDI_HOST_DEVICE uint32_t largest_abs_bits(const float (&value)[kVector]) {
-    uint32_t largest = 0;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) largest = max_of(largest, abs_bits(value[i]));
-    return largest;
+// The larger of two bf16 pairs, half by half, as unsigned numbers.
+MDI_HOST_DEVICE uint32_t pair_max(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+    return __vmaxu2(a, b);
+#else
+    return max_of(a & 0xffffu, b & 0xffffu) | max_of(a & 0xffff0000u, b & 0xffff0000u);
+#endif
 }
+
+// largest bits of |x| of the even and of the odd values: NaN > Inf > finite
+MDI_HOST_DEVICE uint32_t largest_abs_pair(const uint4& packed) {
+    constexpr uint32_t kAbs = 0x7fff7fffu;
+    return pair_max(pair_max(packed.x & kAbs, packed.y & kAbs), pair_max(packed.z & kAbs, packed.w & kAbs));
+}
+
+struct PairMax {
+    MDI_DEVICE uint32_t operator()(uint32_t a, uint32_t b) const { return pair_max(a, b); }
+};
 
 // eight values times `factor` -> eight E4M3 codes
 MDI_HOST_DEVICE uint2 encode_e4m3x8(const float (&value)[kVector], float factor) {
@@ -52,48 +63,42 @@ MDI_HOST_DEVICE uint2 encode_e4m3x8(const float (&value)[kVector], float factor)
     return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
 }
 
+// Two E4M3 codes times 2^-shift, shift >= 0, rounded to E4M3 again. A product below 2^-10 rounds to zero; the others are exact
+// in half precision.
+MDI_HOST_DEVICE uint32_t e4m3x2_shift(uint32_t codes, int shift) {
+#if defined(__CUDA_ARCH__)
+    const uint32_t half = shift < 15 ? (15u - static_cast<uint32_t>(shift)) << 10 : shift < 25 ? 1u << (24 - shift) : 0u;
+    uint16_t result;  // PTX: cvt.rn.f16x2.e4m3x2, mul.rn.f16x2, cvt.rn.satfinite.e4m3x2.f16x2
+    asm("{\n.reg .b32 v;\ncvt.rn.f16x2.e4m3x2 v, %1;\nmul.rn.f16x2 v, v, %2;\ncvt.rn.satfinite.e4m3x2.f16x2 %0, v;\n}\n"
+        : "=h"(result)
+        : "h"(static_cast<uint16_t>(codes)), "r"(half << 16 | half));
+    return result;
+#else
+    const float ratio = bits_float(static_cast<uint32_t>(max_of(-shift, -126) + 127) << 23);
+    const uint32_t pair = fp8x2_to_bf16x2(codes & 0xffffu);
+    return e4m3x2_encode(even_value(pair) * ratio, odd_value(pair) * ratio);
+#endif
+}
+
 // Eight E4M3 codes of a group with scale byte `byte`, re-expressed at the row's largest scale byte `row_byte`.
-// 2^(byte - row_byte) is at least 2^-126: below that every code rounds to zero anyway.
 MDI_HOST_DEVICE uint2 fold_e4m3x8(const uint2& codes, int byte, int row_byte) {
-    if (byte == row_byte) return codes;
-    const float ratio = bits_float(static_cast<uint32_t>(max_of(byte - row_byte, -126) + 127) << 23);
-    const uint32_t words[2] = {codes.x, codes.y};
-    uint32_t folded[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t low = fp8x2_to_bf16x2(words[i] & 0xffffu), high = fp8x2_to_bf16x2(words[i] >> 16);
-        folded[i] = e4m3x2_encode(even_value(low) * ratio, odd_value(low) * ratio) |
-                    static_cast<uint32_t>(e4m3x2_encode(even_value(high) * ratio, odd_value(high) * ratio)) << 16;
-    }
-    return make_uint2(folded[0], folded[1]);
+    const int shift = row_byte - byte;
+    const uint32_t low = e4m3x2_shift(codes.x, shift) | e4m3x2_shift(codes.x >> 16, shift) << 16;
+    const uint32_t high = e4m3x2_shift(codes.y, shift) | e4m3x2_shift(codes.y >> 16, shift) << 16;
+    return shift == 0 ? codes : make_uint2(low, high);  // as they are, whichever NaN they hold
 }
 
-// Data that nobody reads again before the cache has turned over: it leaves L2 first, so that other data stays.
-MDI_DEVICE void store_evict_first(bf16* target, const uint4& v) {
+// Data of no other thread: it does not displace in L1 what all blocks read.
+MDI_DEVICE uint4 load_once(const bf16* source) {
 #if defined(__CUDA_ARCH__)
-    // PTX: st.global.cs
-    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-#else
-    *reinterpret_cast<uint4*>(target) = v;
-#endif
-}
-
-MDI_DEVICE uint64_t evict_first_policy() {
-    uint64_t policy = 0;
-#if defined(__CUDA_ARCH__)
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));  // PTX: createpolicy
-#endif
-    return policy;
-}
-
-// ptx::cp_async_16_zfill with an L2 policy
-MDI_DEVICE void cp_async_16_zfill(uint32_t smem, const bf16* global, uint32_t valid_bytes, [[maybe_unused]] uint64_t policy) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(smem), "l"(global), "r"(valid_bytes),
-                 "l"(policy)
+    uint4 v;  // PTX: ld.global.L1::no_allocate
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(source)
                  : "memory");
+    return v;
 #else
-    ptx::cp_async_16_zfill(smem, global, valid_bytes);
+    return *reinterpret_cast<const uint4*>(source);
 #endif
 }
 
