@@ -9,6 +9,9 @@ namespace mdi::moe {
 
 inline void define_moe(Library& m) {
     m.def("moe_route(Tensor x, Tensor weight, Tensor bias, float scaling, Tensor(a!) ids, Tensor(b!) weights) -> ()");
+#ifdef MDI_WITH_SM90
+    m.def("moe_route_sm90(Tensor x, Tensor weight, Tensor bias, float scaling, Tensor(a!) ids, Tensor(b!) weights) -> ()");
+#endif
     m.def(
         "moe_permute(Tensor ids, int first_expert, int num_local, Tensor(a!) row_of_slot, Tensor(b!) slot_of_row, "
         "Tensor(c!) offsets, Tensor(d!) counts) -> ()");
@@ -43,10 +46,9 @@ inline void check_operand(const char* op, const char* name, const Tensor& tensor
     check_contiguous(op, name, tensor);
 }
 
-inline void route(const Tensor& x, const Tensor& weight, const Tensor& bias, double scaling, const Tensor& ids,
-                  const Tensor& weights) {
+inline RouteParams route_params(const Tensor& x, const Tensor& weight, const Tensor& bias, double scaling, const Tensor& ids,
+                                const Tensor& weights, const DeviceScope& scope) {
     const char* op = "moe.route";
-    const DeviceScope scope(x);
     MDI_CHECK(op, x, x.dim() == 2, "must be [T, N], got ", list_string(x.sizes()));
     MDI_CHECK(op, ids, ids.dim() == 2, "must be [T, k], got ", list_string(ids.sizes()));
     MDI_CHECK(op, bias, bias.dim() == 1, "must be [E], got ", list_string(bias.sizes()));
@@ -62,10 +64,24 @@ inline void route(const Tensor& x, const Tensor& weight, const Tensor& bias, dou
     MDI_CHECK(op, x, t < (int64_t{1} << 31), "must have fewer than 2^31 rows, got T=", t);
     MDI_CHECK_ALIGN(op, x, 16);
     MDI_CHECK_ALIGN(op, weight, 16);
-    launch_route({t, static_cast<int>(n), static_cast<int>(e), static_cast<int>(k), static_cast<float>(scaling),
-                  data<const uint16_t>(x), data<const uint16_t>(weight), data<const float>(bias), data<int32_t>(ids),
-                  data<float>(weights), scope.stream});
+    return {t, static_cast<int>(n), static_cast<int>(e), static_cast<int>(k), static_cast<float>(scaling),
+            data<const uint16_t>(x), data<const uint16_t>(weight), data<const float>(bias), data<int32_t>(ids),
+            data<float>(weights), scope.stream};
 }
+
+inline void route(const Tensor& x, const Tensor& weight, const Tensor& bias, double scaling, const Tensor& ids,
+                  const Tensor& weights) {
+    const DeviceScope scope(x);
+    launch_route(route_params(x, weight, bias, scaling, ids, weights, scope));
+}
+
+#ifdef MDI_WITH_SM90
+inline void route_sm90(const Tensor& x, const Tensor& weight, const Tensor& bias, double scaling, const Tensor& ids,
+                       const Tensor& weights) {
+    const DeviceScope scope(x);
+    launch_route_sm90(route_params(x, weight, bias, scaling, ids, weights, scope));
+}
+#endif
 
 inline PermuteParams permute_params(const char* op, const Tensor& ids, int64_t first_expert, int64_t num_local,
                                     const Tensor& row_of_slot, const Tensor& slot_of_row, const Tensor& offsets,
@@ -269,6 +285,9 @@ inline void combine(const Tensor& y, const Tensor& row_of_slot, std::optional<Te
 
 inline void implement_moe(Library& m) {
     m.impl("moe_route", TORCH_BOX(&route));
+#ifdef MDI_WITH_SM90
+    m.impl("moe_route_sm90", TORCH_BOX(&route_sm90));
+#endif
     m.impl("moe_permute", TORCH_BOX(&permute));
     m.impl("moe_dispatch", TORCH_BOX(&dispatch));
     m.impl("moe_grouped_gemm", TORCH_BOX(&grouped_gemm));

@@ -1,4 +1,4 @@
-// Router (model spec 6.1, formulas in route.cu) on wgmma, for 193 to 384 experts. Same bits as route.cu: partial sums over
+// Router (model spec 6.1, formulas in route.cu) on wgmma, up to 384 experts (more: route.cu). Same bits as route.cu: partial sums over
 // 64 columns in the tensor core, added with fp32 rounding, columns ascending; no split over K.
 //
 // A cluster of two blocks takes 64 tokens, each block half of the experts. Block roles (416 threads):
@@ -22,7 +22,7 @@ namespace mdi::moe {
 namespace {
 
 constexpr int kTokens = 64;                   // of a cluster
-constexpr int kExperts = kRouteSm90Experts;   // of a cluster
+constexpr int kExperts = 384;                 // of a cluster
 constexpr int kBlockExperts = kExperts / 2;
 constexpr int kBlockK = 64;
 constexpr int kStages = 6;
@@ -129,6 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 void launch_route_sm90(const RouteParams& params) {
     constexpr const char* op = "moe.route_sm90";
+    if (params.num_experts > kExperts) return launch_route(params);
     if (params.num_tokens == 0) return;
     const auto hidden = static_cast<uint64_t>(params.hidden);
     Maps maps;

@@ -52,7 +52,7 @@ def route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scaling: float, *, im
         RuntimeError           not contiguous, or past the kernel's limits
     Deterministic; a token's result does not depend on T. Synchronises: no. Workspace: none. NaN: counts as the largest
     score and makes the token's weights NaN.
-    Kernel: csrc/moe/route.cu. Reference: ops.reference.moe.route.
+    Kernels: csrc/moe/route_sm90.cu (E <= 384, more go to the portable one), route.cu; same bits. Reference: ops.reference.moe.route.
     """
     op = "moe.route"
     _check_dims(op, "x", x, 2, "T, N")
