@@ -15,6 +15,7 @@ the caches never count.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import resource
 import statistics
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
+from bench.exchange import describe_exchange, exchange_times, serial_steps
 from bench.result import append_row, base_row
 from bench.timing import summarise
 from bench.workload import Workload, fill_randomly, read_workload, single_request
@@ -62,6 +64,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--num-warmup", type=int, default=2)
     add("--profile", nargs="?", const="profile", type=Path, metavar="DIR", help="write torch profiler traces there")
     add("--ep-loopback", type=int, default=1, help="act as rank 0 of this many ranks in one process")
+    add("--num-experts", type=int, help="with dummy weights: routed experts instead of the model's (what a small group can hold)")
     add("--no_cuda_graph", "--no-cuda-graph", action="store_true", help="run eagerly (the only mode there is)")
     add("--device", choices=["auto", "cuda", "cpu"], default="auto")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
@@ -74,6 +77,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.model is None and args.load_format == "auto":
         parser.error("--model DIR is needed unless --load-format dummy")
+    if args.num_experts is not None and args.load_format != "dummy":
+        parser.error("--num-experts needs --load-format dummy")
     if args.num_steps < 1 or args.num_warmup < 0:
         parser.error("--num-steps must be >= 1 and --num-warmup >= 0")
     if args.device == "auto":
@@ -81,6 +86,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.cached_fill == "auto":
         args.cached_fill = "random" if args.load_format == "dummy" else "prefill"
     return args
+
+
+def read_config(args: argparse.Namespace) -> ModelConfig:
+    """The model of this run."""
+    config = ModelConfig.from_folder(args.model) if args.model else ModelConfig.released()
+    return dataclasses.replace(config, n_routed_experts=args.num_experts) if args.num_experts else config
 
 
 @dataclass
@@ -96,7 +107,7 @@ class PrefillJob:
 
     def __init__(self, args: argparse.Namespace, workload: Workload, device: torch.device, parallel: ExpertParallel):
         self.device, self.parallel, self.workload = device, parallel, workload
-        self.config = ModelConfig.from_folder(args.model) if args.model else ModelConfig.released()
+        self.config = read_config(args)
         self.chunk = args.prefill_batch_size
         if workload.new_tokens > self.chunk:
             raise ValueError(f"workload {workload.name}: {workload.new_tokens} new tokens exceed --prefill_batch_size {self.chunk}")
@@ -254,7 +265,9 @@ def measure(args: argparse.Namespace, device: torch.device, parallel: ExpertPara
             samples.append(ms)
             bar.update()
     peak = peak_gib(device)
+    serial_ms = serial_steps(parallel, lambda: job.timed_step(state)[0])
     timer = StageTimer(device, annotate=args.profile is not None)
+    received_before = parallel.received_bytes.copy()
     with profiled(args.profile, job) if args.profile else nullcontext():
         for _ in range(NUM_STAGE_STEPS):
             job.restore(state)
@@ -263,14 +276,18 @@ def measure(args: argparse.Namespace, device: torch.device, parallel: ExpertPara
                 staged_ids = job.step()
             if not torch.equal(staged_ids, ids):
                 raise RuntimeError(f"bench_prefill: the same step sampled {staged_ids.tolist()} after {ids.tolist()}")
+    received = {name: (n - received_before[name]) / NUM_STAGE_STEPS for name, n in parallel.received_bytes.items()}
+    exchange = exchange_times(timer.stages_ms(), timer.beside_ms(), received)
     own = {"step_ms": samples[-args.num_steps :], "stages_ms": timer.stages_ms(), "peak_gib": peak}
+    own |= {"exchange": exchange, "serial_ms": serial_ms}
     ranks = parallel.all_gather_object(own)
     if isinstance(parallel, Loopback):
         ranks = ranks[:1]
     step_ms = [max(times) for times in zip(*(rank["step_ms"] for rank in ranks))]
     latency = summarise(step_ms)
     if first:
-        show(stage_table(timer.stages_ms(), timer.steps[-1].calls))
+        show(stage_table(timer.stages_ms(), timer.steps[-1].calls, timer.beside_ms()))
+        show(describe_exchange(ranks))
     row = base_row(device, run_name=args.run_name)
     row.update(
         stage="prefill",
@@ -287,7 +304,7 @@ def measure(args: argparse.Namespace, device: torch.device, parallel: ExpertPara
         iters=latency.iters,
         latency_ms=latency.as_dict(),
         checked=False,
-        model=Path(args.model).name if args.model else "released",
+        model=(Path(args.model).name if args.model else "released") + (f", {args.num_experts} experts" if args.num_experts else ""),
         load_format=args.load_format,
         parallel=describe(parallel),
         ep_size=parallel.world,
@@ -299,6 +316,10 @@ def measure(args: argparse.Namespace, device: torch.device, parallel: ExpertPara
         prefill_tok_per_s=1e3 * workload.new_tokens / latency.median,
         stages_ms=ranks[0]["stages_ms"],
         rank_step_ms=[statistics.median(rank["step_ms"]) for rank in ranks],
+        rank_stages_ms=[rank["stages_ms"] for rank in ranks],
+        rank_exchange=[rank["exchange"] for rank in ranks],
+        rank_peak_gib=[rank["peak_gib"] for rank in ranks],
+        serial_step_ms=[max(times) for times in zip(*(rank["serial_ms"] for rank in ranks))],
         step_ms=step_ms,
         load_s=job.load_s,
         fill_s=fill_s,
@@ -312,8 +333,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     check_environment()
     device = local_device(args.device)
-    config = ModelConfig.from_folder(args.model) if args.model else ModelConfig.released()
-    with make_parallel(device, ep_loopback=args.ep_loopback, num_experts=config.n_routed_experts) as parallel:
+    with make_parallel(device, ep_loopback=args.ep_loopback, num_experts=read_config(args).n_routed_experts) as parallel:
         if parallel.rank == 0:
             show(build_line(device))
         row = measure(args, device, parallel)
