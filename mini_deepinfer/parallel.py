@@ -40,7 +40,7 @@ HEARTBEAT_TIMEOUT_S = 20.0  # a rank on another host that is silent for so long 
 POLL_S = 0.5
 
 # torch 2.13 renamed it and warns about the old name.
-_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Result = TypeVar("Result")
 
@@ -318,7 +318,7 @@ class ProcessGroup(ExpertParallel):
     def _gather_counts(self, num_tokens: int) -> list[int]:
         own = torch.tensor([num_tokens], dtype=torch.int64)  # on the CPU: no device synchronisation
         counts = torch.empty(self.world, dtype=torch.int64)
-        self._collective("gather_counts", lambda: _all_gather_into(counts, own))
+        self._collective("gather_counts", lambda: all_gather_into(counts, own))
         return counts.tolist()
 
     def _start(self, name: str, device: torch.device, call: Callable[[], None]) -> Callable[[], None]:
@@ -363,7 +363,7 @@ class ProcessGroup(ExpertParallel):
 
         def call() -> None:
             for own, gathered in sent:
-                self._collective("all_gather", functools.partial(_all_gather_into, gathered, own))
+                self._collective("all_gather", functools.partial(all_gather_into, gathered, own))
 
         wait = self._start(GATHER, device, call)
 
