@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.dist.launch import DEVICES, ROOT, Job, check_all_well, environment, free_port, require, run_ranks
+from tests.dist.launch import DEVICES, ROOT, Job, check_all_well, environment, free_port, limit, require, run_ranks
 
 # sys.argv[1] says what happens to rank 1 in its second step, sys.argv[2] where the rows are. The result line comes after
 # everything else. On a GPU the surviving rank has a collective in flight that will never end.
@@ -95,7 +95,7 @@ def test_torchrun_ends_too(device):
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python",
         sys.executable, "-c", STEPS, "kill", device,
     ]  # fmt: skip
-    run = subprocess.run(command, env=environment(), cwd=ROOT, timeout=120, capture_output=True, text=True)
+    run = subprocess.run(command, env=environment(), cwd=ROOT, timeout=limit(120), capture_output=True, text=True)
     assert run.returncode != 0
     assert "RESULT" not in run.stdout
     assert "local_rank: 1" in run.stderr and "-9" in run.stderr  # its report names the rank and the signal
