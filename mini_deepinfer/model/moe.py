@@ -63,6 +63,8 @@ class MoE:
                 scale = None if scale is None else self.parallel.all_gather(scale, step.counts)
                 ids = self.parallel.all_gather_expert_ids(ids, step.counts)
                 weights = self.parallel.all_gather(weights, step.counts)
+            if step.batch.padding is not None:  # no expert for rows without a token; all ranks have this one's number of rows
+                ids.unflatten(0, (-1, x.shape[0])).masked_fill_(step.batch.padding, -1)
             rows = moe.dispatch(ids, weights, self.experts.start, len(self.experts))
         with stage("moe.experts"):
             y = self._experts(codes, scale, rows)
