@@ -67,6 +67,20 @@ def test_score_is_the_golden_model(cuda):
     assert np.abs(logits.cpu().numpy() - want).mean() <= 2 * 0.053
 
 
+def test_chunks_of_a_prompt_queue_up(cuda):
+    """A step that chooses no token does not wait: the host plans the next chunk while the GPU works on this one."""
+    llm = engine(max_num_batched_tokens=32)
+    llm.generate(prompts()[:1], GREEDY)  # everything is loaded
+    llm.add_request(prompts()[3], GREEDY)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(193 // 32):
+            assert llm.step() == []
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert llm.scheduler.running[0].num_computed == 192
+
+
 # ------------------------------------------------------------------ decode graphs
 
 
