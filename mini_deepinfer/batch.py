@@ -277,12 +277,19 @@ def engram_rows(config: ModelConfig, requests: Sequence[ChunkRequest], hasher: E
     num_layers = len(config.engram_layer_ids)
     if num_layers == 0 or hasher is None:
         return ()
-    rows_per_token = (config.engram_max_ngram_size - 1) * config.engram_n_heads
-    parts = [torch.zeros(0, num_layers, rows_per_token, dtype=torch.int64)]
+    # One call for all requests: each brings the tokens its hashes look back at; what lies before a text counts as dead.
+    texts: list[np.ndarray] = []
+    dead: list[np.ndarray] = []
     for request in requests:
-        parts.append(torch.as_tensor(hasher.row_ids(request.token_ids, request.start, request.end)))
-    rows = torch.cat(parts)
-    return tuple(rows[:, layer].contiguous() for layer in range(num_layers))
+        history = min(hasher.history, request.start)
+        text, missing = request.token_ids[request.start - history : request.end], hasher.history - history
+        texts += [np.repeat(text[:1], missing), text]
+        dead += [np.arange(missing + len(text)) < missing]
+    wanted = [np.arange(hasher.history + request.end - request.start) >= hasher.history for request in requests]
+    joined = _concatenate(texts)
+    rows = hasher.row_ids(joined, 0, len(joined), np.concatenate(dead) if dead else None).numpy()
+    own = np.flatnonzero(np.concatenate(wanted)) if wanted else np.zeros(0, dtype=np.int64)
+    return tuple(torch.from_numpy(rows[own, layer]) for layer in range(num_layers))
 
 
 class Layout:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mini_deepinfer import decode_graphs
-from mini_deepinfer.batch import ChunkRequest, build_batch, decode_arrays
+from mini_deepinfer.batch import ChunkRequest, build_batch, decode_arrays, engram_rows
 from mini_deepinfer.config import NumericProfile
 from mini_deepinfer.decode_graphs import DecodeGraphs, lengths_up_to, sizes_up_to
 from mini_deepinfer.parallel import Loopback, SingleProcess
@@ -168,3 +168,23 @@ def test_off_on_a_cpu(caplog):
     with caplog.at_level("INFO"):
         assert make_llm(cuda_graph=False).graphs is None
     assert "CUDA graphs" not in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_engram_rows_of_all_requests_at_once(seed: int):
+    """Joined texts hash as each request by itself, also where the history begins before the text or holds image tokens."""
+    llm = make_llm()
+    rng = np.random.default_rng(seed)
+    requests = []
+    for slot in range(6):
+        text = np.array(prompt(40, seed=10 * seed + slot))
+        if llm.config.image_token_id is not None:
+            text[rng.integers(0, 40, 4)] = llm.config.image_token_id
+        start = int(rng.integers(0, 6))
+        requests.append(ChunkRequest(text, start, start + int(rng.integers(1, 5)), slot, list(range(12))))
+    rows = engram_rows(llm.config, requests, llm.hasher)
+    want = torch.cat([llm.hasher.row_ids(r.token_ids, r.start, r.end) for r in requests])
+    assert len(rows) == len(llm.config.engram_layer_ids)
+    for layer, got in enumerate(rows):
+        assert torch.equal(got, want[:, layer])
+    assert all(part.shape == (0, want.shape[2]) for part in engram_rows(llm.config, [], llm.hasher))
