@@ -192,6 +192,32 @@ def _blocks_case(columns: int) -> Case:
     )
 
 
+def _topk_blocks_case(columns: int) -> Case:
+    def make(device: torch.device) -> dict[str, Any]:
+        return {"logits": _scores(device, columns), "visible": _causal(columns, 1).to(device)}
+
+    def run(inputs: dict[str, Any], impl: str) -> tuple[Tensor, Tensor, Tensor]:
+        return indexer.topk_blocks(inputs["logits"], inputs["visible"], TOPK, BLOCK_SIZE, BLOCKS, impl=impl)
+
+    def check(inputs: dict[str, Any], out: tuple[Tensor, Tensor, Tensor]) -> float:
+        picked = torch.linspace(0, STEP_TOKENS - 1, CHECKED_TOKENS).long().to(out[0].device)
+        cut = (inputs["logits"][picked].cpu(), inputs["visible"][picked].cpu())
+        wanted = reference.topk_blocks(*cut, TOPK, BLOCK_SIZE, BLOCKS)
+        return max(_compare(got[picked], right, "picks") for got, right in zip(out, wanted, strict=True))
+
+    return Case(
+        op="indexer.topk_blocks",
+        name=f"top {TOPK} and {BLOCKS} blocks of {columns}",
+        params={"T": STEP_TOKENS, "n": columns, "k": TOPK, "block_size": BLOCK_SIZE, "num_blocks": BLOCKS},
+        make=make,
+        run=run,
+        check=check,
+        flops=0.0,
+        bytes=2.0 * STEP_TOKENS * columns + 4.0 * STEP_TOKENS * (TOPK + BLOCKS),
+        impls=IMPLEMENTATIONS["indexer.topk_blocks"],
+    )
+
+
 def _quantise_case(op: str) -> Case:
     rows = STEP_TOKENS * HEADS if op == "quant_query" else STEP_TOKENS
 
@@ -243,6 +269,7 @@ CASES: list[Case] = [
     _topk_case(131_072),
     _topk_case(16_384),
     _blocks_case(131_072),
+    _topk_blocks_case(131_072),
     _quantise_case("quant_query"),
     _quantise_case("write_keys"),
 ]

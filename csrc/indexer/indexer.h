@@ -54,7 +54,7 @@ struct LogitsParams {
 };
 
 struct TopkParams {
-    int num_tokens, num_cols, k;
+    int num_tokens, num_cols, k, num_blocks;  // picks of topk, blocks of candidate_blocks
     bool is_float;                // scores are fp32, else bf16
     const void* scores;           // [T, num_cols]
     int64_t stride;               // elements
@@ -62,8 +62,9 @@ struct TopkParams {
     int block_size;               // topk: entries per candidate block; candidate_blocks: columns per block
     const int32_t* candidates;    // topk: [T, num_candidates] or null
     int num_candidates;
-    int32_t* ids;                 // [T, k] ascending, -1 behind
-    int32_t* count;               // [T] or null
+    int32_t* ids;                 // topk: [T, k] ascending, -1 behind
+    int32_t* count;               // topk: [T] or null
+    int32_t* blocks;              // candidate_blocks: [T, num_blocks] ascending, -1 behind
     cudaStream_t stream;
 };
 
@@ -78,5 +79,6 @@ int64_t candidate_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t 
 void launch_candidate_logits_sm90(const LogitsParams& params);
 void launch_topk(const TopkParams& params);
 void launch_candidate_blocks(const TopkParams& params);
+void launch_topk_blocks(const TopkParams& params);  // both; candidates null
 
 }  // namespace mdi::indexer

@@ -243,7 +243,7 @@ def candidate_blocks(
         TypeError, ValueError  wrong dtype; wrong shape, device or range
         RuntimeError           GPU or build cannot run it
     Deterministic. Synchronises: no. Workspace: none. NaN counts as -inf.
-    Kernel: csrc/indexer/topk.cu. Reference: ops.reference.indexer.candidate_blocks.
+    Kernel: csrc/indexer/topk.cu, select_row.cuh. Reference: ops.reference.indexer.candidate_blocks.
     """
     op = "indexer.candidate_blocks"
     _check(op, "logits", logits, (("T", -1), ("n", -1)), FLOATS, logits.device)
@@ -338,7 +338,7 @@ def topk(
         TypeError, ValueError  wrong dtype; wrong shape, device or range
         RuntimeError           GPU or build cannot run it
     Deterministic. Synchronises: no. Workspace: none. NaN counts as -inf; -inf is never taken; -0 equals +0.
-    Kernel: csrc/indexer/topk.cu. Reference: ops.reference.indexer.topk.
+    Kernel: csrc/indexer/topk.cu, select_row.cuh. Reference: ops.reference.indexer.topk.
     """
     op = "indexer.topk"
     _check(op, "logits", logits, (("T", -1), ("n", -1)), FLOATS, logits.device)
@@ -364,6 +364,40 @@ def topk(
     count = torch.empty(tokens, dtype=torch.int32, device=logits.device)
     call(op, impl, logits, visible, candidates, block_size, ids, count)
     return ids, count
+
+
+def topk_blocks(
+    logits: Tensor, visible: Tensor, k: int, block_size: int, num_blocks: int, *, impl: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """topk without candidates and candidate_blocks of the same scores, which are read once (model spec 5.4, 5.5).
+
+    Shapes: T tokens, n columns, K = k picks.
+        logits   [T, n]  cd or float32, last dimension contiguous
+        visible  [T]     int32, columns at or past visible[t] do not count
+    Returns:
+        ids     [T, K]           int32, as topk
+        count   [T]              int32
+        blocks  [T, num_blocks]  int32, as candidate_blocks
+    Raises, NaN, ties: as the two ops. Deterministic. Synchronises: no. Workspace: none.
+    Kernel: csrc/indexer/topk.cu (one reading: bfloat16 rows on 16 bytes, blocks of 8). Reference: ops.reference.indexer.topk_blocks.
+    """
+    op = "indexer.topk_blocks"
+    _check(op, "logits", logits, (("T", -1), ("n", -1)), FLOATS, logits.device)
+    tokens, columns = logits.shape
+    _check(op, "visible", visible, (("T", tokens),), (torch.int32,), logits.device)
+    for name, value in (("k", k), ("block_size", block_size), ("num_blocks", num_blocks)):
+        _check_positive(op, name, value)
+    impl = select(op, logits, impl=impl, compute_dtype=torch.bfloat16)
+    if tokens == 0 or columns == 0:
+        ids, count = topk(logits, visible, k, impl=impl)
+        return ids, count, candidate_blocks(logits, visible, block_size, num_blocks, impl=impl)
+    if impl == "reference":
+        return reference.topk_blocks(logits, visible, k, block_size, num_blocks)
+    ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
+    count = torch.empty(tokens, dtype=torch.int32, device=logits.device)
+    blocks = torch.empty((tokens, num_blocks), dtype=torch.int32, device=logits.device)
+    call(op, impl, logits, visible, block_size, ids, count, blocks)
+    return ids, count, blocks
 
 
 def cache_rows(
