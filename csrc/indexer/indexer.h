@@ -75,7 +75,7 @@ void launch_logits_marked(const LogitsParams& params, int num_blocks);  // Hi <=
 int64_t logits_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t num_cols);
 void launch_logits_sm90(const LogitsParams& params);
 void launch_candidate_logits(const LogitsParams& params);
-int64_t candidate_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t entries_per_seq);
+int64_t candidate_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t entries_per_seq, int64_t num_candidates);
 void launch_candidate_logits_sm90(const LogitsParams& params);
 void launch_topk(const TopkParams& params);
 void launch_candidate_blocks(const TopkParams& params);

@@ -217,7 +217,8 @@ inline void candidate_logits_sm90(const Tensor& q_codes, const Tensor& q_scale, 
     MDI_CHECK_DTYPE(op, workspace, ScalarType::Byte);
     if (workspace.numel() > 0) {  // none: the portable kernel runs
         const int64_t needed =
-            candidate_workspace_bytes(p.num_tokens, p.num_seqs, static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page);
+            candidate_workspace_bytes(p.num_tokens, p.num_seqs, static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page,
+                                      p.num_candidates);
         MDI_CHECK(op, workspace, workspace.numel() >= needed, "must hold ", needed, " bytes, got ", workspace.numel());
         MDI_CHECK_ALIGN(op, workspace, 16);
         p.workspace = data<uint8_t>(workspace);

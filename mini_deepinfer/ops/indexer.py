@@ -157,13 +157,13 @@ def _fold_workspace(tokens: int, heads: int, head_dim: int, num_seqs: int, num_c
 
 
 def _candidate_workspace(
-    tokens: int, heads: int, head_dim: int, entries: int, num_seqs: int, scored: int, block_size: int, device: torch.device
+    tokens: int, heads: int, head_dim: int, entries: int, num_seqs: int, candidates: int, block_size: int, device: torch.device
 ) -> Tensor:
-    """Scratch of the sm90 candidate scores (keys as int8): `entries` a sequence; empty where the portable kernel does it all."""
-    blocks = num_seqs * (entries // 8)
-    size = blocks * (1024 + 32 + 1) + 4 * num_seqs + tokens + 8 * 256  # checked against the kernel's own sum
+    """Scratch of the sm90 candidate scores (queries as int8, candidates by SM): `entries` a sequence; empty where the portable
+    kernel does it all."""
+    size = tokens * (4160 + 4 * candidates + 2 * 513 + 1) + num_seqs * (entries // 8 + 4) + 7 * 256  # checked against the kernel's own sum
     fits = heads <= FOLDED_MAX_HEADS and head_dim == FOLDED_HEAD_DIM and block_size == 8 and size <= FOLDED_MAX_WORKSPACE
-    if not fits or tokens * scored < num_seqs * entries:  # it would fold more keys than it scores
+    if not fits or tokens * candidates * block_size < num_seqs * entries:  # it would fold more keys than it scores
         size = 0
     return torch.empty(size, dtype=torch.uint8, device=device)
 
@@ -285,8 +285,8 @@ def candidate_logits(
     Raises:
         TypeError, ValueError  wrong dtype; wrong shape, device or range
         RuntimeError           not contiguous on CUDA; GPU or build cannot run it
-    Deterministic. Synchronises: no. Workspace: none (portable); sm90 about 132 bytes a sequence and entry its pages can hold.
-    Same bits from every kernel.
+    Deterministic. Synchronises: no. Workspace: none (portable); sm90 about 5.1 KiB and
+    4 bytes a candidate for every token. Same bits from every kernel.
     Kernels: csrc/indexer/candidate_logits.cu, candidate_logits_sm90.cu. Reference: ops.reference.indexer.candidate_logits.
     """
     op = "indexer.candidate_logits"
@@ -306,7 +306,7 @@ def candidate_logits(
     if impl == "sm90":
         entries = page_table.shape[1] * entries_per_page
         workspace = _candidate_workspace(
-            tokens, heads, head_dim, entries, page_table.shape[0], out.shape[1], block_size, weights.device
+            tokens, heads, head_dim, entries, page_table.shape[0], candidates.shape[1], block_size, weights.device
         )
         call(op, impl, *operands, workspace, out)
     else:
