@@ -53,7 +53,7 @@ class Indexer:
             q = elementwise.rope(q, batch.positions, self.table, out=q)
             codes, scale = indexer.quant_query(q)
             factor = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
-            weights = (linear(x, self.weights_proj, self.profile).to(torch.float32) * factor).to(x.dtype)
+            weights = linear(x, self.weights_proj, self.profile) * factor  # in float32, rounded once
         ids = torch.empty(x.shape[0], config.index_topk, dtype=torch.int32, device=x.device)
         count = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
         blocks = None
