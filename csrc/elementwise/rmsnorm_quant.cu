@@ -20,7 +20,6 @@ namespace mdi::elementwise {
 namespace {
 
 constexpr int kQuantThreads = 512;
-constexpr int kQuantChunks = 4;
 
 template <int kChunks, bool kCollapse, int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads) row_kernel(RowParams p) {
@@ -121,7 +120,8 @@ void launch_row(const RowParams& p) {
     if (p.streams != nullptr)
         launch_rows<2, true, 640>(p);
     else if (p.weight == nullptr)
-        launch_quantise<kQuantChunks, false>("elementwise.act_quant", p, {});
+        p.width <= 2 * kVector * kQuantThreads ? launch_quantise<2, false>("elementwise.act_quant", p, {})
+                                               : launch_quantise<4, false>("elementwise.act_quant", p, {});
     else if (p.width <= kMaxCollapseWidth)
         launch_rows<2, false, 640>(p);
     else
@@ -129,7 +129,7 @@ void launch_row(const RowParams& p) {
 }
 
 void launch_rope_quant(const RowParams& p, const HeadRope& rope) {
-    launch_quantise<kQuantChunks, true>("elementwise.rope_quant", p, rope);
+    launch_quantise<4, true>("elementwise.rope_quant", p, rope);
 }
 
 void launch_fold_scales(const FoldScalesParams& p) {

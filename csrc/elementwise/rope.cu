@@ -19,7 +19,7 @@ namespace mdi::elementwise {
 namespace {
 
 constexpr int kRopeThreads = 256;
-constexpr int kRowsPerThread = 4;
+constexpr int kRowsPerThread = 2;
 
 template <int kColumns>
 struct Words {

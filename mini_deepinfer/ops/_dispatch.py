@@ -61,6 +61,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     # -- indexer
     "indexer.write_keys": ("portable",),
     "indexer.quant_query": ("portable",),
+    "indexer.rope_quant_query": ("portable",),
     "indexer.logits": ("sm90", "portable"),
     "indexer.candidate_blocks": ("portable",),
     "indexer.candidate_logits": ("sm90", "portable"),
