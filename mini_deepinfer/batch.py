@@ -57,7 +57,7 @@ class PrefillBatch:
     page_table: torch.Tensor  # int32 [B, P]; entries past a sequence's pages are 0 and behind every `visible`
     window_rows: torch.Tensor  # int32 [T], where the window rows of this step are written
     window_idx: torch.Tensor  # int32 [T, W], positions max(0, pos-W+1)..pos ascending as pool rows, -1 behind
-    ring_src: torch.Tensor  # int64 [m], after a layer's attention: pool[ring_dst] = pool[ring_src]
+    ring_src: torch.Tensor  # int64 [m], after the step, in every layer: pool[ring_dst] = pool[ring_src]
     ring_dst: torch.Tensor  # int64 [m]
     compress: dict[int, CompressPlan]  # by ratio, every ratio > 0 of the model
     max_visible: dict[int, int]  # by ratio, the largest number of entries any token of the step sees

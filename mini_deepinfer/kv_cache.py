@@ -186,6 +186,10 @@ class Caches:
         for tensor in self.tensors():
             tensor.view(torch.uint8).fill_(byte)
 
+    def carry_windows(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """After a step, in every layer: the last rows of each chunk become the ring of its request (batch.ring_src, ring_dst)."""
+        self._windows[:, dst] = self._windows[:, src]
+
     def begin_snapshot(self, slot: int, start: int, boundary: int) -> torch.Tensor:
         """Before the step of tokens start.. : the rows of the old ring that a snapshot at `boundary` still needs.
 

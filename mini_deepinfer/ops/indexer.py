@@ -104,18 +104,53 @@ def quant_query(q: Tensor, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
     Kernel: csrc/indexer/quantise.cu. Reference: ops.reference.indexer.quant_query.
     """
     op = "indexer.quant_query"
-    _check(op, "q", q, (("T", -1), ("Hi", -1), ("Di", -1)), FLOATS, q.device)
-    tokens, heads, head_dim = q.shape
-    _check_head_dim(op, "q", head_dim)
-    impl = select(op, q, impl=impl)
+    impl = _select_query(op, q, impl)
     if impl == "reference":
         return reference.quant_query(q)
-    _check_kernel(op, impl, 1, head_dim)
-    codes = torch.empty((tokens, heads, head_dim // 2), dtype=torch.uint8, device=q.device)
-    scale = torch.empty((tokens, heads, head_dim // 32), dtype=torch.uint8, device=q.device)
+    codes, scale = _new_query(q)
     if codes.numel():
         call(op, impl, q, codes, scale)
     return codes, scale
+
+
+def rope_quant_query(q: Tensor, positions: Tensor, table: Tensor, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of the last R columns (`elementwise.rope`), then `quant_query`: one pass with the bits of the two ops.
+
+    Shapes: T tokens, Hi heads, Di % 32 == 0, R rotary dims, P positions; on CUDA R % 8 == 0.
+        q          [T, Hi, Di]   cd, the projection; not changed
+        positions  [T]           int32, 0 <= positions[t] < P (not checked on CUDA: that would wait for the GPU)
+        table      [P, R/2, 2]   float32, (cos, sin)
+    Returns, raises, determinism: as quant_query.
+    Kernel: csrc/indexer/quantise.cu. Reference: ops.reference.indexer.rope_quant_query.
+    """
+    op = "indexer.rope_quant_query"
+    impl = _select_query(op, q, impl)
+    _check(op, "positions", positions, (("T", q.shape[0]),), (torch.int32,), q.device)
+    _check(op, "table", table, (("P", -1), ("R/2", -1), ("2", 2)), (torch.float32,), q.device)
+    if 2 * table.shape[1] > q.shape[2]:
+        raise ValueError(f"{op}: table must have R of at most Di={q.shape[2]}, got R={2 * table.shape[1]}")
+    if impl == "reference":
+        return reference.rope_quant_query(q, positions, table)
+    codes, scale = _new_query(q)
+    if codes.numel():
+        call(op, impl, q, positions, table, codes, scale)
+    return codes, scale
+
+
+def _select_query(op: str, q: Tensor, impl: str | None) -> str:
+    """The implementation that quantises q, after the checks of q."""
+    _check(op, "q", q, (("T", -1), ("Hi", -1), ("Di", -1)), FLOATS, q.device)
+    _check_head_dim(op, "q", q.shape[2])
+    impl = select(op, q, impl=impl)
+    if impl != "reference":
+        _check_kernel(op, impl, 1, q.shape[2])
+    return impl
+
+
+def _new_query(q: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, heads, head_dim = q.shape
+    codes = torch.empty((tokens, heads, head_dim // 2), dtype=torch.uint8, device=q.device)
+    return codes, torch.empty((tokens, heads, head_dim // 32), dtype=torch.uint8, device=q.device)
 
 
 def _check_score(

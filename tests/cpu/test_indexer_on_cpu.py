@@ -38,6 +38,22 @@ def test_quantise() -> None:
     assert_bitwise(rows, wanted, "rows")
 
 
+def test_rope_quant_query() -> None:
+    g = generator(2)
+    q = normal(g, 7, 5, 128)
+    q[0], q[1, 3, 100], q[2] = 0.0, float("nan"), q[2] * 2.0**90
+    positions = torch.randint(0, 20, (7,), generator=g).int()
+    angle = 6 * torch.rand(20, 32, generator=g)
+    table = torch.stack((angle.cos(), angle.sin()), -1)
+    codes, scale = torch.empty(7, 5, 64, dtype=torch.uint8), torch.empty(7, 5, 4, dtype=torch.uint8)
+    kernel_file("quantise").rope_quant_query(
+        ctypes.c_int64(7), 5, 128, 64, pointer(q), pointer(positions), pointer(table), pointer(codes), pointer(scale)
+    )
+    wanted = reference.rope_quant_query(q, positions, table)
+    assert_bitwise(codes, wanted[0], "codes")
+    assert_bitwise(scale, wanted[1], "scale")
+
+
 def score(
     operands: tuple[Tensor, ...], per_page: int, columns: int, candidates: Tensor | None = None, name: str = "candidate_logits"
 ) -> Tensor:
