@@ -10,6 +10,7 @@ namespace mdi::indexer {
 inline void define_indexer(Library& m) {
     m.def("indexer_write_keys(Tensor k, Tensor(a!) rows, Tensor slots) -> ()");
     m.def("indexer_quant_query(Tensor q, Tensor(a!) codes, Tensor(b!) scale) -> ()");
+    m.def("indexer_rope_quant_query(Tensor q, Tensor positions, Tensor table, Tensor(a!) codes, Tensor(b!) scale) -> ()");
     m.def(
         "indexer_logits(Tensor q_codes, Tensor q_scale, Tensor weights, Tensor keys, Tensor page_table, Tensor seq_of_token, "
         "Tensor visible, int entries_per_page, Tensor(a!) out) -> ()");
@@ -78,9 +79,7 @@ inline void write_keys(const Tensor& k, const Tensor& rows, const Tensor& slots)
                          data<const int32_t>(slots), rows.size(0), scope.stream});
 }
 
-inline void quant_query(const Tensor& q, const Tensor& codes, const Tensor& scale) {
-    constexpr const char* op = "indexer.quant_query";
-    const DeviceScope scope(q);
+inline QuantParams query_params(const char* op, const Tensor& q, const Tensor& codes, const Tensor& scale, const DeviceScope& scope) {
     check_all(op, scope, {{"q", q}, {"codes", codes}, {"scale", scale}});
     MDI_CHECK(op, q, q.dim() == 3, "must have three dimensions, got ", list_string(q.sizes()));
     const int64_t t = q.size(0), hi = q.size(1), di = q.size(2);
@@ -93,8 +92,33 @@ inline void quant_query(const Tensor& q, const Tensor& codes, const Tensor& scal
     MDI_CHECK_ALIGN(op, q, 16);
     MDI_CHECK_ALIGN(op, codes, 4);
     MDI_CHECK_INT32(op, t * hi);
-    launch_quantise(op, {t * hi, static_cast<int>(di), data<const uint16_t>(q), data<uint8_t>(codes), data<uint8_t>(scale), di / 2,
-                         di / 32, nullptr, t * hi, scope.stream});
+    return {t * hi, static_cast<int>(di), data<const uint16_t>(q), data<uint8_t>(codes), data<uint8_t>(scale), di / 2, di / 32,
+            nullptr, t * hi, scope.stream};
+}
+
+inline void quant_query(const Tensor& q, const Tensor& codes, const Tensor& scale) {
+    constexpr const char* op = "indexer.quant_query";
+    const DeviceScope scope(q);
+    launch_quantise(op, query_params(op, q, codes, scale, scope));
+}
+
+inline void rope_quant_query(const Tensor& q, const Tensor& positions, const Tensor& table, const Tensor& codes,
+                             const Tensor& scale) {
+    constexpr const char* op = "indexer.rope_quant_query";
+    const DeviceScope scope(q);
+    const QuantParams params = query_params(op, q, codes, scale, scope);
+    check_all(op, scope, {{"positions", positions}, {"table", table}});
+    MDI_CHECK_DTYPE(op, positions, ScalarType::Int);
+    MDI_CHECK_SHAPE(op, positions, {"T", q.size(0)});
+    MDI_CHECK_DTYPE(op, table, ScalarType::Float);
+    MDI_CHECK(op, table, table.dim() == 3, "must be [P, R/2, 2], got ", list_string(table.sizes()));
+    MDI_CHECK_SHAPE(op, table, {"P", table.size(0)}, {"R/2", table.size(1)}, {"2", 2});
+    MDI_CHECK_ALIGN(op, table, 16);
+    const int64_t rope_dim = 2 * table.size(1);
+    MDI_CHECK(op, table, rope_dim % 8 == 0 && rope_dim <= q.size(2), "must have R a multiple of 8 up to Di=", q.size(2), ", got R=",
+              rope_dim);
+    launch_rope_quant_query(params, {static_cast<int>(q.size(1)), static_cast<int>(rope_dim), data<const int32_t>(positions),
+                                     data<const float>(table)});
 }
 
 inline LogitsParams logits_params(const char* op, const Tensor& q_codes, const Tensor& q_scale, const Tensor& weights,
@@ -217,7 +241,8 @@ inline void candidate_logits_sm90(const Tensor& q_codes, const Tensor& q_scale, 
     MDI_CHECK_DTYPE(op, workspace, ScalarType::Byte);
     if (workspace.numel() > 0) {  // none: the portable kernel runs
         const int64_t needed =
-            candidate_workspace_bytes(p.num_tokens, p.num_seqs, static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page);
+            candidate_workspace_bytes(p.num_tokens, p.num_seqs, static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page,
+                                      p.num_candidates);
         MDI_CHECK(op, workspace, workspace.numel() >= needed, "must hold ", needed, " bytes, got ", workspace.numel());
         MDI_CHECK_ALIGN(op, workspace, 16);
         p.workspace = data<uint8_t>(workspace);
@@ -335,6 +360,7 @@ inline void cache_rows(const Tensor& ids, const Tensor& page_table, const Tensor
 inline void implement_indexer(Library& m) {
     m.impl("indexer_write_keys", TORCH_BOX(&write_keys));
     m.impl("indexer_quant_query", TORCH_BOX(&quant_query));
+    m.impl("indexer_rope_quant_query", TORCH_BOX(&rope_quant_query));
     m.impl("indexer_logits", TORCH_BOX(&logits));
 #ifdef MDI_WITH_SM90
     m.impl("indexer_logits_sm90", TORCH_BOX(&logits_sm90));

@@ -104,18 +104,53 @@ def quant_query(q: Tensor, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
     Kernel: csrc/indexer/quantise.cu. Reference: ops.reference.indexer.quant_query.
     """
     op = "indexer.quant_query"
-    _check(op, "q", q, (("T", -1), ("Hi", -1), ("Di", -1)), FLOATS, q.device)
-    tokens, heads, head_dim = q.shape
-    _check_head_dim(op, "q", head_dim)
-    impl = select(op, q, impl=impl)
+    impl = _select_query(op, q, impl)
     if impl == "reference":
         return reference.quant_query(q)
-    _check_kernel(op, impl, 1, head_dim)
-    codes = torch.empty((tokens, heads, head_dim // 2), dtype=torch.uint8, device=q.device)
-    scale = torch.empty((tokens, heads, head_dim // 32), dtype=torch.uint8, device=q.device)
+    codes, scale = _new_query(q)
     if codes.numel():
         call(op, impl, q, codes, scale)
     return codes, scale
+
+
+def rope_quant_query(q: Tensor, positions: Tensor, table: Tensor, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of the last R columns (`elementwise.rope`), then `quant_query`: one pass with the bits of the two ops.
+
+    Shapes: T tokens, Hi heads, Di % 32 == 0, R rotary dims, P positions; on CUDA R % 8 == 0.
+        q          [T, Hi, Di]   cd, the projection; not changed
+        positions  [T]           int32, 0 <= positions[t] < P (not checked on CUDA: that would wait for the GPU)
+        table      [P, R/2, 2]   float32, (cos, sin)
+    Returns, raises, determinism: as quant_query.
+    Kernel: csrc/indexer/quantise.cu. Reference: ops.reference.indexer.rope_quant_query.
+    """
+    op = "indexer.rope_quant_query"
+    impl = _select_query(op, q, impl)
+    _check(op, "positions", positions, (("T", q.shape[0]),), (torch.int32,), q.device)
+    _check(op, "table", table, (("P", -1), ("R/2", -1), ("2", 2)), (torch.float32,), q.device)
+    if 2 * table.shape[1] > q.shape[2]:
+        raise ValueError(f"{op}: table must have R of at most Di={q.shape[2]}, got R={2 * table.shape[1]}")
+    if impl == "reference":
+        return reference.rope_quant_query(q, positions, table)
+    codes, scale = _new_query(q)
+    if codes.numel():
+        call(op, impl, q, positions, table, codes, scale)
+    return codes, scale
+
+
+def _select_query(op: str, q: Tensor, impl: str | None) -> str:
+    """The implementation that quantises q, after the checks of q."""
+    _check(op, "q", q, (("T", -1), ("Hi", -1), ("Di", -1)), FLOATS, q.device)
+    _check_head_dim(op, "q", q.shape[2])
+    impl = select(op, q, impl=impl)
+    if impl != "reference":
+        _check_kernel(op, impl, 1, q.shape[2])
+    return impl
+
+
+def _new_query(q: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, heads, head_dim = q.shape
+    codes = torch.empty((tokens, heads, head_dim // 2), dtype=torch.uint8, device=q.device)
+    return codes, torch.empty((tokens, heads, head_dim // 32), dtype=torch.uint8, device=q.device)
 
 
 def _check_score(
@@ -157,13 +192,13 @@ def _fold_workspace(tokens: int, heads: int, head_dim: int, num_seqs: int, num_c
 
 
 def _candidate_workspace(
-    tokens: int, heads: int, head_dim: int, entries: int, num_seqs: int, scored: int, block_size: int, device: torch.device
+    tokens: int, heads: int, head_dim: int, entries: int, num_seqs: int, candidates: int, block_size: int, device: torch.device
 ) -> Tensor:
-    """Scratch of the sm90 candidate scores (keys as int8): `entries` a sequence; empty where the portable kernel does it all."""
-    blocks = num_seqs * (entries // 8)
-    size = blocks * (1024 + 32 + 1) + 4 * num_seqs + tokens + 8 * 256  # checked against the kernel's own sum
+    """Scratch of the sm90 candidate scores (queries as int8, candidates by SM): `entries` a sequence; empty where the portable
+    kernel does it all."""
+    size = tokens * (4160 + 4 * candidates + 2 * 513 + 1) + num_seqs * (entries // 8 + 4) + 7 * 256  # checked against the kernel's own sum
     fits = heads <= FOLDED_MAX_HEADS and head_dim == FOLDED_HEAD_DIM and block_size == 8 and size <= FOLDED_MAX_WORKSPACE
-    if not fits or tokens * scored < num_seqs * entries:  # it would fold more keys than it scores
+    if not fits or tokens * candidates * block_size < num_seqs * entries:  # it would fold more keys than it scores
         size = 0
     return torch.empty(size, dtype=torch.uint8, device=device)
 
@@ -285,8 +320,8 @@ def candidate_logits(
     Raises:
         TypeError, ValueError  wrong dtype; wrong shape, device or range
         RuntimeError           not contiguous on CUDA; GPU or build cannot run it
-    Deterministic. Synchronises: no. Workspace: none (portable); sm90 about 132 bytes a sequence and entry its pages can hold.
-    Same bits from every kernel.
+    Deterministic. Synchronises: no. Workspace: none (portable); sm90 about 5.1 KiB and
+    4 bytes a candidate for every token. Same bits from every kernel.
     Kernels: csrc/indexer/candidate_logits.cu, candidate_logits_sm90.cu. Reference: ops.reference.indexer.candidate_logits.
     """
     op = "indexer.candidate_logits"
@@ -306,7 +341,7 @@ def candidate_logits(
     if impl == "sm90":
         entries = page_table.shape[1] * entries_per_page
         workspace = _candidate_workspace(
-            tokens, heads, head_dim, entries, page_table.shape[0], out.shape[1], block_size, weights.device
+            tokens, heads, head_dim, entries, page_table.shape[0], candidates.shape[1], block_size, weights.device
         )
         call(op, impl, *operands, workspace, out)
     else:

@@ -38,6 +38,22 @@ def test_quantise() -> None:
     assert_bitwise(rows, wanted, "rows")
 
 
+def test_rope_quant_query() -> None:
+    g = generator(2)
+    q = normal(g, 7, 5, 128)
+    q[0], q[1, 3, 100], q[2] = 0.0, float("nan"), q[2] * 2.0**90
+    positions = torch.randint(0, 20, (7,), generator=g).int()
+    angle = 6 * torch.rand(20, 32, generator=g)
+    table = torch.stack((angle.cos(), angle.sin()), -1)
+    codes, scale = torch.empty(7, 5, 64, dtype=torch.uint8), torch.empty(7, 5, 4, dtype=torch.uint8)
+    kernel_file("quantise").rope_quant_query(
+        ctypes.c_int64(7), 5, 128, 64, pointer(q), pointer(positions), pointer(table), pointer(codes), pointer(scale)
+    )
+    wanted = reference.rope_quant_query(q, positions, table)
+    assert_bitwise(codes, wanted[0], "codes")
+    assert_bitwise(scale, wanted[1], "scale")
+
+
 def score(
     operands: tuple[Tensor, ...], per_page: int, columns: int, candidates: Tensor | None = None, name: str = "candidate_logits"
 ) -> Tensor:
@@ -155,3 +171,18 @@ def test_folded_candidate_logits(heads: int) -> None:
         wanted = reference.candidate_logits(*operands, 136, candidates, 8)
         got = score(operands, 136, 320, candidates, "candidate_logits_sm90")
         assert_bitwise(got, wanted, f"scores, wide={wide}")
+
+
+def test_candidate_logits_in_rounds() -> None:
+    """More key blocks (500) than the 3 thread blocks of the harness hold at once (3 * 152), lists longer than a warp, and a token
+    whose candidates all lie in one thread block's shared memory."""
+    g = generator(5)
+    owner, visible = torch.tensor([0, 1, 1, 0], dtype=torch.int32), torch.tensor([2000, 1999, 1201, 1600], dtype=torch.int32)
+    keys, table = index_key_rows(g, 2 * 2000, 128), page_table(g, 2, 1, 2)
+    weights = normal(g, 4, 8, scale=2.0**-6)
+    operands = (*reference.quant_query(normal(g, 4, 8, 128)), weights, keys, table, owner, visible)
+    candidates = torch.stack([torch.randperm(250, generator=g)[:120].sort().values for _ in range(4)]).int()
+    candidates[3, :66] = torch.arange(0, 198, 3)
+    candidates[3, 66:] = -1
+    wanted = reference.candidate_logits(*operands, 2000, candidates, 8)
+    assert_bitwise(score(operands, 2000, 960, candidates, "candidate_logits_sm90"), wanted, "scores")

@@ -90,6 +90,42 @@ def test_quant_query(cuda: torch.device, shape: tuple[int, int, int]) -> None:
     assert_bitwise(scale, wanted[1], "scale")
 
 
+@pytest.mark.parametrize(("shape", "rope_dim"), [((0, 32, 128), 64), ((1, 8, 64), 64), ((9, 3, 128), 64), ((515, 32, 128), 0), ((77, 5, 64), 8)])
+def test_rope_quant_query(cuda: torch.device, shape: tuple[int, int, int], rope_dim: int) -> None:
+    g = generator(shape[1])
+    q = normal(g, *shape)
+    if shape[0] > 1:
+        q = awkward_values(g, shape[0] * shape[1], shape[2]).view(shape)
+    positions = torch.randint(0, 90, (shape[0],), generator=g).int()
+    angle = 6 * torch.rand(90, rope_dim // 2, generator=g)
+    table = torch.stack((angle.cos(), angle.sin()), -1)
+    q_gpu = q.to(cuda)
+    codes, scale = indexer.rope_quant_query(q_gpu, positions.to(cuda), table.to(cuda), impl="portable")
+    wanted = reference.rope_quant_query(q, positions, table)
+    assert_bitwise(codes, wanted[0], "codes")
+    assert_bitwise(scale, wanted[1], "scale")
+    assert_bitwise(q_gpu, q, "q")
+
+
+def test_quantiser_every_value(cuda: torch.device) -> None:
+    """Every finite bf16 value next to a larger one, so that each falls into every place between two codes."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = every[every.isfinite()].view(-1, 1).repeat(1, 32)
+    for peak in (1.0, 1.5, 3.0):
+        x[:, 31] = (x[:, 0].float() * peak).to(torch.bfloat16)
+        q = torch.cat((x, x.flip(0)), 1).view(-1, 1, 64)
+        codes, scale = indexer.quant_query(q.to(cuda), impl="portable")
+        wanted = nf.quant_mxfp4(q)
+        assert_bitwise(codes, wanted[0], "codes")
+        assert_bitwise(scale, wanted[1], "scale")
+    ladder = torch.linspace(-6.5, 6.5, 64 * 500).view(-1, 1, 64)
+    ladder[..., 31], ladder[..., 63] = 6.0, -4.0
+    codes, scale = indexer.quant_query(ladder.bfloat16().to(cuda), impl="portable")
+    wanted = nf.quant_mxfp4(ladder.bfloat16())
+    assert_bitwise(codes, wanted[0], "codes")
+    assert_bitwise(scale, wanted[1], "scale")
+
+
 def test_quantiser_ties_and_groups(cuda: torch.device) -> None:
     """Ties go to the even code, and a group of 32 does not see its neighbour."""
     x = torch.zeros(1, 1, 64)

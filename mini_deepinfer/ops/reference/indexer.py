@@ -6,6 +6,7 @@ import torch
 
 from mini_deepinfer.ops.reference import number_formats as formats
 from mini_deepinfer.ops.reference.attention import scatter_rows
+from mini_deepinfer.ops.reference.elementwise import rope
 from mini_deepinfer.ops.reference.number_formats import dequant_mxfp4
 
 NEG_INF = float("-inf")
@@ -24,6 +25,10 @@ def unpack_keys(rows: torch.Tensor) -> torch.Tensor:
 
 def write_keys(k: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     scatter_rows(rows, slots, pack_keys(k))
+
+
+def rope_quant_query(q: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return quant_query(rope(q, positions, table))
 
 
 def quant_query(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
