@@ -195,16 +195,19 @@ __device__ __forceinline__ void read_maxima(const Columns& row, const Layout& at
         at.maxima[vector] = static_cast<uint16_t>(max_bf16x2(pair, pair >> 16 | pair << 16));
     };
     const uint4* vectors = reinterpret_cast<const uint4*>(row.row);
-    int base = 0;
-    for (; base + kInFlight * kNumThreads <= whole; base += kInFlight * kNumThreads) {
+    const auto read = [&](int base, bool all) {  // all: none of the vectors lies behind the last whole one
         uint4 raw[kInFlight];
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i) raw[i] = ptx::load_streaming(vectors + base + i * kNumThreads + thread);
+        for (int i = 0; i < kInFlight; ++i)
+            if (all || base + i * kNumThreads < whole) raw[i] = ptx::load_streaming(vectors + base + i * kNumThreads);
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i) keep(base + i * kNumThreads + thread, raw[i]);
-    }
-#pragma unroll 4
-    for (int vector = base + thread; vector < at.units * 8; vector += kNumThreads) keep(vector, row.fetch(vector));
+        for (int i = 0; i < kInFlight; ++i)
+            if (all || base + i * kNumThreads < whole) keep(base + i * kNumThreads, raw[i]);
+    };
+    int base = 0;
+    for (; base + kInFlight * kNumThreads <= whole; base += kInFlight * kNumThreads) read(base + thread, true);
+    read(base + thread, false);
+    if (whole + thread < at.units * 8) keep(whole + thread, row.fetch(whole + thread));  // the last, and -inf behind it
     top = max_bf16x2(top, top >> 16 | top << 16) & 0xffffu;
     const uint32_t key = __reduce_max_sync(kFullWarp, (top & 0x8000u) != 0 ? ~top & 0xffffu : top | 0x8000u);
     if (thread % 32 == 0) atomicMax(&shared.top, key);
