@@ -268,9 +268,7 @@ def grouped_gemm(
     return out
 
 
-def swiglu(
-    gu: Tensor, row_weight: Tensor | None, limit: float, num_rows: Tensor | None = None, *, impl: str | None = None
-) -> Tensor:
+def swiglu(gu: Tensor, row_weight: Tensor | None, limit: float, num_rows: Tensor | None = None, *, impl: str | None = None) -> Tensor:
     """silu(min(gate, limit)) * clamp(up, -limit, limit) * row_weight, rounded (model spec 6.2).
 
     Shapes: M rows, F expert hidden, a multiple of 32.
@@ -344,9 +342,7 @@ def swiglu_quant_folded(gu: Tensor, limit: float, *, impl: str | None = None) ->
     return h, codes, row_scale
 
 
-def _check_swiglu(
-    op: str, gu: Tensor, row_weight: Tensor | None, limit: float, num_rows: Tensor | None
-) -> tuple[int, int]:
+def _check_swiglu(op: str, gu: Tensor, row_weight: Tensor | None, limit: float, num_rows: Tensor | None) -> tuple[int, int]:
     """Checks the operands of the SwiGLU ops; returns M and F."""
     _check_dims(op, "gu", gu, 2, "M, 2F")
     m, f = gu.shape[0], gu.shape[1] // 2
