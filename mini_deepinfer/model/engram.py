@@ -68,8 +68,9 @@ class FixedRows(RowFetch):
     def fill(self, row_ids: torch.Tensor) -> None:
         """Rows of the first tokens: row_ids CPU int64 [T, rows per token]. Enqueues the copies on the current stream."""
         for target, part in zip((self._codes, self._scale), self._table.gather(row_ids.flatten())):
-            host = part.view(row_ids.shape[0], -1)
-            target[: len(host)].copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+            staging = torch.empty(row_ids.shape[0], target.shape[1], dtype=torch.uint8, pin_memory=target.is_cuda)
+            staging.numpy()[...] = part.numpy().reshape(staging.shape)  # a few KB: not worth the library's threads
+            target[: len(staging)].copy_(staging, non_blocking=True)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As RowFetch.wait: all rows of the buffers."""
