@@ -79,7 +79,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--profile", nargs="?", const="profile", type=Path, metavar="DIR", help="write torch profiler traces there")
     add("--ep-loopback", type=int, default=1, help="act as rank 0 of this many ranks in one process")
     add("--num-experts", type=int, help="with dummy weights: routed experts instead of the model's (what a small group can hold)")
-    add("--no_cuda_graph", "--no-cuda-graph", action="store_true", help="run eagerly (the only mode there is)")
+    add("--no_cuda_graph", "--no-cuda-graph", action="store_true", help="as always: prefill steps run eagerly")
     add("--device", choices=["auto", "cuda", "cpu"], default="auto")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     add("--activation-quant", action=argparse.BooleanOptionalAction, default=True)

@@ -90,6 +90,7 @@ class DecodeGraphs:
         self.sizes = sizes_up_to(min(max_seqs, model.caches.geometry.max_tokens))
         self.lengths = lengths_up_to(max_len)
         self.num_replays = 0
+        self.failed = False  # a capture failed: nothing fits any more
         self._shapes: dict[tuple[int, int], Shape] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
 
@@ -101,7 +102,8 @@ class DecodeGraphs:
     def fits(self, requests: Sequence[ChunkRequest]) -> bool:
         """Whether this step has a shape: one token and one row of logits per request, and no stage timer that wants to look inside."""
         return (
-            0 < len(requests) <= self.sizes[-1]
+            not self.failed
+            and 0 < len(requests) <= self.sizes[-1]
             and all(request.end - request.start == 1 and request.want_logits == "last" for request in requests)
             and max(request.end for request in requests) <= self.lengths[-1]
             and not recording()
@@ -125,8 +127,7 @@ class DecodeGraphs:
             return shape.logits[: len(requests)]
         logits = self.model.forward(shape.batch.batch)
         if new and self.capture:
-            self._capture(shape)
-            logger.info("decode graph of %d requests up to %d tokens captured", size, longest)
+            self._capture(shape, f"{size} requests up to {longest} tokens")
         return logits[: len(requests)]
 
     def _make(self, size: int, longest: int) -> Shape:
@@ -137,9 +138,18 @@ class DecodeGraphs:
         rows = tuple(FixedRows(engrams[index].table, rows_per_token, size, device) for index in sorted(engrams))
         return Shape(FixedBatch(model.caches.geometry, size, longest, device, rows), rows)
 
-    def _capture(self, shape: Shape) -> None:
-        """Record the step that has just run eagerly: everything it needs is loaded by now. Nothing is executed."""
+    def _capture(self, shape: Shape, name: str) -> None:
+        """Record the step that has just run eagerly: everything it needs is loaded by now. Nothing is executed.
+
+        Where that fails (memory, an operation that waits for the GPU) there are no further graphs: steps run eagerly.
+        """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            shape.logits = self.model.forward(shape.batch.batch)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                shape.logits = self.model.forward(shape.batch.batch)
+        except RuntimeError as error:
+            self.failed = True
+            logger.warning("decode steps run without CUDA graphs from now on: capturing %s failed: %s", name, error)
+            return
         shape.graph = graph
+        logger.info("decode graph of %s captured", name)

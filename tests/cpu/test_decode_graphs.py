@@ -123,6 +123,26 @@ def test_what_fits(monkeypatch):
         assert not graphs.fits([one])
 
 
+def test_a_capture_that_fails_costs_nothing_but_the_graphs(monkeypatch, caplog):
+    prompts = [prompt(length, seed=length) for length in (5, 9)]
+    want, want_logits = run(make_llm(), prompts, 5)
+    llm = make_llm()
+    graphs = llm.graphs = padded(llm)
+    graphs.capture = True
+
+    class Fails:
+        def __init__(self, *args, **kwargs) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Fails)
+    got, logits = run(llm, prompts, 5)
+    assert [output.token_ids for output in got] == [output.token_ids for output in want]
+    assert all(torch.equal(a, b) for a, b in zip(logits, want_logits))
+    assert graphs.failed and len(graphs.shapes) == 1 and graphs.num_replays == 0
+    assert caplog.text.count("capturing 2 requests up to") == 1
+
+
 def test_the_largest_counts_of_a_shape():
     """Widths that are fixed for a shape are those of its longest request."""
     llm = make_llm(num_pages=64, max_model_len=64)
