@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -56,7 +57,12 @@ class RowFetch:
 
 
 class FixedRows(RowFetch):
-    """Rows of up to `size` tokens in buffers that stay where they are, for steps that replay a graph: `fill` before each step."""
+    """Rows of up to `size` tokens in buffers that stay where they are, for steps that replay graphs: `fill` before each use.
+
+    before_use is called when a layer asks for the rows, while the step is being captured: the graph that uses them begins there.
+    """
+
+    before_use: Callable[[], None] | None = None
 
     def __init__(self, table: EngramTable, rows_per_token: int, size: int, device: torch.device) -> None:
         self._table = table
@@ -74,6 +80,8 @@ class FixedRows(RowFetch):
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As RowFetch.wait: all rows of the buffers."""
+        if self.before_use is not None:
+            self.before_use()
         return self._codes, self._scale
 
 
