@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mini_deepinfer import decode_graphs
+from mini_deepinfer import cli, decode_graphs
 from mini_deepinfer.batch import ChunkRequest, build_batch, decode_arrays, engram_rows
-from mini_deepinfer.config import NumericProfile
+from mini_deepinfer.config import EngineConfig, NumericProfile
 from mini_deepinfer.decode_graphs import DecodeGraphs, lengths_up_to, sizes_up_to
 from mini_deepinfer.parallel import Loopback, SingleProcess
 from mini_deepinfer.stages import StageTimer
@@ -250,3 +250,11 @@ def test_engram_rows_of_all_requests_at_once(seed: int):
     for layer, got in enumerate(rows):
         assert torch.equal(got, want[:, layer])
     assert all(part.shape == (0, want.shape[2]) for part in engram_rows(llm.config, [], llm.hasher))
+
+
+@pytest.mark.parametrize(
+    "flags, on", [([], True), (["--no_cuda_graph"], False), (["--no-cuda-graph"], False), (["--cuda-graph", "off"], False)]
+)
+def test_the_flag(flags, on):
+    arguments = cli.build_parser().parse_args(cli._on_off(["generate", "--model", "m", "--input", "i", "--output", "o", *flags]))
+    assert EngineConfig.from_args(arguments).cuda_graph is on
