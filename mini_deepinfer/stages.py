@@ -66,6 +66,11 @@ def beside(name: str) -> AbstractContextManager[Any]:
     return _NO_STAGE if timer is None else timer._beside_range(name)
 
 
+def recording() -> bool:
+    """Whether a :class:`StageTimer` is recording."""
+    return _active is not None
+
+
 def group_times(stages_ms: dict[str, float]) -> dict[str, float]:
     """Sum stage times into the rows of the stage table, in its order; communication is part of the row "MoE"."""
     groups = dict.fromkeys(GROUPS, 0.0)

@@ -13,16 +13,62 @@
 // Shared memory: at most 256 bytes. Limits: N % 32 == 0, N <= 16384 (rows) or 10240 (streams).
 // Non-finite input: a NaN reaches every output of its row through the norm, or of its group (scale byte 255) without one.
 #include "common/launch.h"
+#include "common/rotary.cuh"
 #include "elementwise/row_pass.cuh"
 
 namespace mdi::elementwise {
 namespace {
+
+constexpr int kQuantThreads = 512;
 
 template <int kChunks, bool kCollapse, int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads) row_kernel(RowParams p) {
     __shared__ float sum_scratch[kMaxRowWarps];
     __shared__ uint32_t max_scratch[kMaxRowWarps];
     row_pass<kChunks, kCollapse>(p, static_cast<int>(blockIdx.x), sum_scratch, max_scratch);
+}
+
+// Quantisation alone, of rows or of rows whose heads are rotated first. No float sums over a row, so the shape of the block is
+// free: kChunks vectors a thread, all loaded before the first is used.
+template <int kChunks, bool kRope>
+__global__ void __launch_bounds__(kQuantThreads) quantise_kernel(RowParams p, HeadRope rope) {
+    __shared__ uint32_t scratch[kQuantThreads / 32];
+    const int row = static_cast<int>(blockIdx.x * blockDim.y + threadIdx.y);
+    const bool live = row < p.num_tokens;  // every thread stays for the barrier
+    const int step = static_cast<int>(blockDim.x) * kVector;
+    const int first = static_cast<int>(threadIdx.x) * kVector;
+    const int token = kRope ? row / rope.groups : row;
+    const bf16* source = p.x + token * p.x_stride + (kRope ? (row - token * rope.groups) * p.width : 0);
+    uint4 x[kChunks];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+        const int column = first + c * step;
+        x[c] = make_uint4(0, 0, 0, 0);
+        if (live && column < p.width) x[c] = *reinterpret_cast<const uint4*>(source + column);
+    }
+    if (kRope && live) {
+        const int nope_dim = rope.head_dim - rope.rope_dim;
+        const float* table = rope.table + static_cast<int64_t>(rope.positions[token]) * rope.rope_dim;
+        int in_head = first % rope.head_dim;
+        const int head_step = step % rope.head_dim;
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+            if (in_head >= nope_dim) x[c] = rotate_eight(x[c], table + (in_head - nope_dim), rope.inverse);
+            in_head += head_step;
+            if (in_head >= rope.head_dim) in_head -= rope.head_dim;
+        }
+    }
+    uint2 codes[kChunks];
+    int byte[kChunks];
+    uint32_t row_byte = 0;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+        quantise_vector(x[c], codes[c], byte[c]);
+        row_byte = max_of(row_byte, static_cast<uint32_t>(byte[c]));
+    }
+    const bool folded = p.quant == Quant::kFolded;
+    if (folded) row_byte = row_reduce(row_byte, Max{}, scratch);
+    if (live) store_codes<kChunks>(p, row, folded, codes, byte, static_cast<int>(row_byte));
 }
 
 // Codes that are quantised already: a block takes one row, reads its scale bytes for the largest, then folds.
@@ -49,6 +95,15 @@ __global__ void __launch_bounds__(kFoldThreads) fold_scales_kernel(FoldScalesPar
     if (threadIdx.x == 0) p.row_scale[token] = e8m0_decode(static_cast<uint8_t>(row_byte));
 }
 
+template <int kChunks, bool kRope>
+void launch_quantise(const char* op, const RowParams& p, const HeadRope& rope) {
+    const int threads = row_threads<kChunks>(p.width);
+    const int rows = rows_per_block(threads);
+    const auto blocks = static_cast<unsigned>(ceil_div<int64_t>(p.num_tokens, rows));
+    launch(op, quantise_kernel<kChunks, kRope>,
+           {dim3(blocks), dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows)), 0, p.stream}, p, rope);
+}
+
 template <int kChunks, bool kCollapse, int kMaxThreads>
 void launch_rows(const RowParams& p) {
     const int threads = row_threads<kChunks>(p.width);
@@ -64,10 +119,17 @@ void launch_row(const RowParams& p) {
     // Two vectors a thread up to N = 10240 for both sources, so that collapse + norm sums like norm alone.
     if (p.streams != nullptr)
         launch_rows<2, true, 640>(p);
+    else if (p.weight == nullptr)
+        p.width <= 2 * kVector * kQuantThreads ? launch_quantise<2, false>("elementwise.act_quant", p, {})
+                                               : launch_quantise<4, false>("elementwise.act_quant", p, {});
     else if (p.width <= kMaxCollapseWidth)
         launch_rows<2, false, 640>(p);
     else
         launch_rows<4, false, 512>(p);
+}
+
+void launch_rope_quant(const RowParams& p, const HeadRope& rope) {
+    launch_quantise<4, true>("elementwise.rope_quant", p, rope);
 }
 
 void launch_fold_scales(const FoldScalesParams& p) {

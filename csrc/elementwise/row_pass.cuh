@@ -46,16 +46,63 @@ MDI_DEVICE uint4 load_vector(const RowParams& p, int64_t token, int column, cons
     }
 }
 
-MDI_DEVICE void load_weight(const RowParams& p, int column, float (&weight)[kVector]) {
-    if (p.weight_is_f32) {
-        const float4* source = reinterpret_cast<const float4*>(static_cast<const float*>(p.weight) + column);
-        const float4 low = source[0], high = source[1];
+MDI_DEVICE void load_weight(const void* source, bool is_f32, int column, float (&weight)[kVector]) {
+    if (is_f32) {
+        const float4* words = reinterpret_cast<const float4*>(static_cast<const float*>(source) + column);
+        const float4 low = words[0], high = words[1];
         const float values[kVector] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
         for (int i = 0; i < kVector; ++i) weight[i] = values[i];
     } else {
-        unpack(*reinterpret_cast<const uint4*>(static_cast<const bf16*>(p.weight) + column), weight);
+        unpack(*reinterpret_cast<const uint4*>(static_cast<const bf16*>(source) + column), weight);
     }
+}
+
+// RMSNorm of a row whose vectors lie in the registers of several threads: each adds its squares in column order, the sums are
+// reduced over the row, each scales its vectors.
+MDI_DEVICE float add_squares(const uint4& x, float sum) {
+    float value[kVector];
+    unpack(x, value);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sum = fmaf(value[i], value[i], sum);
+    return sum;
+}
+
+MDI_DEVICE float reciprocal_rms(float square_sum, int width, float eps) {
+    return 1.0f / sqrtf(square_sum / static_cast<float>(width) + eps);
+}
+
+MDI_DEVICE uint4 normalise(const uint4& x, float rstd, const float (&weight)[kVector]) {
+    float value[kVector];
+    unpack(x, value);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) value[i] = weight[i] * (value[i] * rstd);
+    return pack(value);
+}
+
+// One vector of a group of four neighbouring lanes: its E4M3 codes at the group's scale, and the scale byte.
+MDI_DEVICE void quantise_vector(const uint4& x, uint2& codes, int& byte) {
+    byte = act_quant_scale(bits_float(warp_max<4>(largest_abs_bits(x))));
+    float value[kVector];
+    unpack(x, value);
+    codes = encode_e4m3x8(value, e8m0_inverse(static_cast<uint8_t>(byte)));
+}
+
+// The thread's vectors of one row of p.codes, with their group scales or folded at the row's largest scale.
+template <int kChunks>
+MDI_DEVICE void store_codes(const RowParams& p, int row, bool folded, const uint2 (&codes)[kChunks], const int (&byte)[kChunks],
+                            int row_byte) {
+    const int step = static_cast<int>(blockDim.x) * kVector;
+    uint8_t* target = p.codes + static_cast<int64_t>(row) * p.width;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+        const int column = static_cast<int>(threadIdx.x) * kVector + c * step;
+        if (column >= p.width) continue;
+        *reinterpret_cast<uint2*>(target + column) = folded ? fold_e4m3x8(codes[c], byte[c], row_byte) : codes[c];
+        if (!folded && threadIdx.x % 4 == 0)
+            p.scale[static_cast<int64_t>(row) * (p.width / kQuantGroup) + column / kQuantGroup] = static_cast<uint8_t>(byte[c]);
+    }
+    if (folded && threadIdx.x == 0) p.row_scale[row] = e8m0_decode(static_cast<uint8_t>(row_byte));
 }
 
 // Rows block * blockDim.y ... of the pass; see rmsnorm_quant.cu.
@@ -83,24 +130,15 @@ MDI_DEVICE void row_pass(const RowParams& p, int block, float* sum_scratch, uint
     if (p.weight != nullptr) {
         float square = 0.0f;
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            float value[kVector];
-            unpack(x[c], value);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) square = fmaf(value[i], value[i], square);
-        }
-        square = row_reduce(square, Sum{}, sum_scratch);
-        const float rstd = 1.0f / sqrtf(square / static_cast<float>(p.width) + p.eps);
+        for (int c = 0; c < kChunks; ++c) square = add_squares(x[c], square);
+        const float rstd = reciprocal_rms(row_reduce(square, Sum{}, sum_scratch), p.width, p.eps);
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
             const int column = first + c * step;
             if (column >= p.width) continue;
-            float value[kVector], weight[kVector];
-            unpack(x[c], value);
-            load_weight(p, column, weight);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) value[i] = weight[i] * (value[i] * rstd);
-            x[c] = pack(value);
+            float weight[kVector];
+            load_weight(p.weight, p.weight_is_f32, column, weight);
+            x[c] = normalise(x[c], rstd, weight);
         }
     }
     if (p.out != nullptr && live) {
@@ -117,26 +155,13 @@ MDI_DEVICE void row_pass(const RowParams& p, int block, float* sum_scratch, uint
     uint32_t row_byte = 0;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-        float value[kVector];
-        unpack(x[c], value);
-        byte[c] = act_quant_scale(bits_float(warp_max<4>(largest_abs_bits(value))));
-        codes[c] = encode_e4m3x8(value, e8m0_inverse(static_cast<uint8_t>(byte[c])));
+        quantise_vector(x[c], codes[c], byte[c]);
         // a vector past the row's end is zero: its byte is the floor of the rule and never the only largest one
         row_byte = max_of(row_byte, static_cast<uint32_t>(byte[c]));
     }
     const bool folded = p.quant == Quant::kFolded;
     if (folded) row_byte = row_reduce(row_byte, Max{}, max_scratch);
-    if (!live) return;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-        const int column = first + c * step;
-        if (column >= p.width) continue;
-        if (folded) codes[c] = fold_e4m3x8(codes[c], byte[c], static_cast<int>(row_byte));
-        *reinterpret_cast<uint2*>(p.codes + static_cast<int64_t>(token) * p.width + column) = codes[c];
-        if (!folded && threadIdx.x % 4 == 0)
-            p.scale[static_cast<int64_t>(token) * (p.width / kQuantGroup) + column / kQuantGroup] = static_cast<uint8_t>(byte[c]);
-    }
-    if (folded && threadIdx.x == 0) p.row_scale[token] = e8m0_decode(static_cast<uint8_t>(row_byte));
+    if (live) store_codes<kChunks>(p, token, folded, codes, byte, static_cast<int>(row_byte));
 }
 
 // Threads of a row: whole warps, as few as hold the row. Depends on N only.

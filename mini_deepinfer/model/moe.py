@@ -60,6 +60,8 @@ class MoE:
         with stage("moe.dispatch"):
             codes, *scales = rows_sent.wait()
             ids, weights = routes_sent.wait()
+            if step.batch.padding is not None:  # no expert for rows without a token; all ranks have this one's number of rows
+                ids.unflatten(0, (-1, x.shape[0])).masked_fill_(step.batch.padding, -1)
             rows = moe.dispatch(ids, weights, self.experts.start, len(self.experts))
         with stage("moe.experts"):
             y = self._experts(codes, scales[0] if scales else None, rows)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from bench import bench_ops, bench_prefill, plot
+from bench import bench_decode, bench_ops, bench_prefill, plot
 from bench.result import append_row, base_row, read_rows
 from bench.shapes import EP_RANKS, LOCAL_EXPERTS, LOCAL_ROWS, Case, strata_rows, uneven_offsets
 from bench.timing import summarise, time_paired
 from bench.workload import SUITES, parse_workload, read_workload, single_request
+from mini_deepinfer.decode_graphs import DecodeGraphs
 from mini_deepinfer.stages import STAGE_GROUPS
 from mini_deepinfer.tiny_checkpoint import PRESETS, write_tiny_checkpoint
 
@@ -257,6 +258,39 @@ def test_bench_prefill_refuses(folder, tmp_path):
         bench_prefill.main(["--model", str(folder), *SMALL, "--context-len", "512"])
     with pytest.raises(SystemExit):
         bench_prefill.main(SMALL)
+
+
+def test_bench_decode(folder, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    arguments = ["--model", str(folder), "--device", "cpu", "--page-size", "8", "--batch-size", "1", "2", "--num-repeats", "1"]
+    arguments += ["--prompt-len", "5", "--output-len", "2", "3", "--context-len", "30", "--num-steps", "2", "--result_jsonl", str(path)]
+    assert bench_decode.main(arguments) == 0
+    rows = read_rows(path)
+    assert [(row["params"]["kind"], row["batch_size"], row["output_len"]) for row in rows] == [
+        (kind, batch, new) for batch in (1, 2) for kind, new in (("answers", 2), ("answers", 3), ("steps", 1))
+    ]
+    for row in rows:
+        assert set(row) >= ROW_FIELDS | {"latency_ms", "iters", "input_len", "output_tok_per_s", "same_tokens", "loopback", "model"}
+        assert row["stage"] == "decode" and row["params"]["cuda_graph"] is False and row["same_tokens"]
+        assert row["output_tok_per_s"] == pytest.approx(1e3 * row["batch_size"] * row["output_len"] / row["latency_ms"]["median"])
+        assert row["iters"] == (2 if row["params"]["kind"] == "steps" else 1)
+    assert capsys.readouterr().out.count("output tok/s") == 6
+    with pytest.raises(SystemExit):
+        bench_decode.main(["--device", "cpu"])
+    with pytest.raises(SystemExit):
+        bench_decode.main([*arguments, "--batch-size", "0"])
+
+
+def test_bench_decode_pairs_modes(folder):
+    """With graphs (here: padded steps) every measurement runs both ways."""
+    arguments = ["--device", "cpu", "--page-size", "8", "--batch-size", "3", "--context-len", "30", "--num-steps", "2"]
+    args = bench_decode.parse_args(["--model", str(folder), *arguments])
+    llm = bench_decode.open_engine(args)
+    graphs = llm.graphs = DecodeGraphs(llm.model, llm.hasher, max_seqs=4, max_len=llm.max_model_len, capture=False)
+    rows = bench_decode.measure(args, llm)
+    assert [row["params"]["cuda_graph"] for row in rows] == [True, False]
+    assert rows[0]["same_tokens"] and rows[0]["baseline"]["latency_ms"] == rows[1]["latency_ms"]["median"]
+    assert graphs.shapes == [(4, 34)] and llm.graphs is graphs
 
 
 def test_plot(tmp_path):
