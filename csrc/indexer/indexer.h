@@ -62,7 +62,7 @@ struct LogitsParams {
 };
 
 struct TopkParams {
-    int num_tokens, num_cols, k;
+    int num_tokens, num_cols, k, num_blocks;  // picks of topk, blocks of candidate_blocks
     bool is_float;                // scores are fp32, else bf16
     const void* scores;           // [T, num_cols]
     int64_t stride;               // elements
@@ -70,8 +70,9 @@ struct TopkParams {
     int block_size;               // topk: entries per candidate block; candidate_blocks: columns per block
     const int32_t* candidates;    // topk: [T, num_candidates] or null
     int num_candidates;
-    int32_t* ids;                 // [T, k] ascending, -1 behind
-    int32_t* count;               // [T] or null
+    int32_t* ids;                 // topk: [T, k] ascending, -1 behind
+    int32_t* count;               // topk: [T] or null
+    int32_t* blocks;              // candidate_blocks: [T, num_blocks] ascending, -1 behind
     cudaStream_t stream;
 };
 
@@ -83,9 +84,10 @@ void launch_logits_marked(const LogitsParams& params, int num_blocks);  // Hi <=
 int64_t logits_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t num_cols);
 void launch_logits_sm90(const LogitsParams& params);
 void launch_candidate_logits(const LogitsParams& params);
-int64_t candidate_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t entries_per_seq);
+int64_t candidate_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t entries_per_seq, int64_t num_candidates);
 void launch_candidate_logits_sm90(const LogitsParams& params);
 void launch_topk(const TopkParams& params);
 void launch_candidate_blocks(const TopkParams& params);
+void launch_topk_blocks(const TopkParams& params);  // both; candidates null
 
 }  // namespace mdi::indexer

@@ -114,6 +114,8 @@ constexpr int64_t permute_num_blocks(int64_t num_slots) {
 }
 
 void launch_route(const RouteParams& params);
+constexpr int kRouteSm90Experts = 384;
+void launch_route_sm90(const RouteParams& params);  // E <= kRouteSm90Experts, x and weight on 16 bytes
 void launch_permute(const PermuteParams& params);
 void launch_grouped_gemm(const GroupedGemmParams& params);
 void launch_fold_rows(const FoldRowsParams& params);

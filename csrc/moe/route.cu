@@ -15,8 +15,8 @@
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/ptx_sm80.cuh"
-#include "common/reduce.cuh"
 #include "moe/moe.h"
+#include "moe/route.cuh"
 
 namespace mdi::moe {
 namespace {
@@ -90,53 +90,6 @@ __device__ __forceinline__ void multiply_stage(uint32_t stage, float (&sums)[2][
             for (int j = 0; j < 4; ++j) sums[i][n][j] += part[i][n][j];
 }
 
-__device__ __forceinline__ float sqrt_softplus(float x) {
-    return __fsqrt_rn(x > 20.0f ? x : log1pf(expf(x)));
-}
-
-// larger float <=> larger key; NaN is the largest; 0 is below every value
-__device__ __forceinline__ uint32_t order_key(float x) {
-    const uint32_t bits = float_bits(x);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0xffffffffu;
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-// One warp, one token. scores: the token's line in shared memory.
-template <int kExperts>
-__device__ __forceinline__ void select(const RouteParams& p, const float* scores, int64_t token) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    uint32_t keys[kExperts / 32];
-#pragma unroll
-    for (int i = 0; i < kExperts / 32; ++i) {
-        const int expert = lane + 32 * i;
-        keys[i] = expert < p.num_experts ? order_key(__fadd_rn(scores[expert], p.bias[expert])) : 0;
-    }
-    float total = 0.0f, my_score = 0.0f;
-    int my_id = 0;
-    for (int j = 0; j < p.k; ++j) {
-        uint32_t best = keys[0];
-        int best_id = lane;
-#pragma unroll
-        for (int i = 1; i < kExperts / 32; ++i)
-            if (keys[i] > best) best = keys[i], best_id = lane + 32 * i;
-        const uint32_t top = __reduce_max_sync(kFullWarp, best);
-        const int id = static_cast<int>(__reduce_min_sync(kFullWarp, best == top ? static_cast<uint32_t>(best_id) : 0xffffffffu));
-#pragma unroll
-        for (int i = 0; i < kExperts / 32; ++i)
-            if (lane + 32 * i == id) keys[i] = 0;
-        const float score = scores[id];
-        total = j == 0 ? score : __fadd_rn(total, score);
-        if (lane == j) my_id = id, my_score = score;
-    }
-    const float weight = __fmul_rn(__fdiv_rn(my_score, __fadd_rn(total, 1e-20f)), p.scaling);
-    int rank = 0;
-    for (int j = 0; j < p.k; ++j) rank += __shfl_sync(kFullWarp, my_id, j) < my_id ? 1 : 0;
-    if (lane < p.k) {
-        p.ids[token * p.k + rank] = my_id;
-        p.weights[token * p.k + rank] = weight;
-    }
-}
-
 template <int kExperts>
 __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constant__ RouteParams params) {
     using T = Traits<kExperts>;
@@ -179,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constan
     __syncthreads();
     for (int token = warp; token < kTokens; token += kWarps)
         if (first_token + token < params.num_tokens)
-            select<kExperts>(params, scores + token * T::kScoreStride, first_token + token);
+            select_experts<kExperts>(params, scores + token * T::kScoreStride, first_token + token);
 }
 
 template <int kExperts>

@@ -55,6 +55,27 @@ class RowFetch:
         return codes.view(tokens, rows * codes.shape[1]), scale.view(tokens, rows * scale.shape[1])
 
 
+class FixedRows(RowFetch):
+    """Rows of up to `size` tokens in buffers that stay where they are, for steps that replay a graph: `fill` before each step."""
+
+    def __init__(self, table: EngramTable, rows_per_token: int, size: int, device: torch.device) -> None:
+        self._table = table
+        probe = table.gather(torch.zeros(0, dtype=torch.int64))  # for the row sizes
+        self._codes, self._scale = (
+            torch.zeros(size, rows_per_token * part.shape[1], dtype=torch.uint8, device=device) for part in probe
+        )
+
+    def fill(self, row_ids: torch.Tensor) -> None:
+        """Rows of the first tokens: row_ids CPU int64 [T, rows per token]. Enqueues the copies on the current stream."""
+        for target, part in zip((self._codes, self._scale), self._table.gather(row_ids.flatten())):
+            host = part.view(row_ids.shape[0], -1)
+            target[: len(host)].copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As RowFetch.wait: all rows of the buffers."""
+        return self._codes, self._scale
+
+
 class Engram:
     """Looks up this layer's table rows of every token and adds their gated projection to the streams."""
 
@@ -66,9 +87,10 @@ class Engram:
         self.wkv = Fp8Weight(weights.tensors[f"{name}.wkv.weight"], weights.tensors[f"{name}.wkv.scale"], f"{name}.wkv")
         self.q_weight, self.k_weight = weights.tensors[f"{name}.q_weight"], weights.tensors[f"{name}.k_weight"]
 
-    def prefetch(self, row_ids: tuple[torch.Tensor, ...], device: torch.device) -> RowFetch:
-        """Start fetching this layer's rows: row_ids of the batch, CPU int64 [T, rows] per engram layer."""
-        return RowFetch(self.table, row_ids[self.index], device)
+    def prefetch(self, row_ids: tuple[torch.Tensor | RowFetch, ...], device: torch.device) -> RowFetch:
+        """Start fetching this layer's rows: row_ids of the batch, CPU int64 [T, rows] per engram layer (or fetched already)."""
+        rows = row_ids[self.index]
+        return rows if isinstance(rows, RowFetch) else RowFetch(self.table, rows, device)
 
     def __call__(self, streams: torch.Tensor, fetch: RowFetch) -> torch.Tensor:
         """streams [T, n, N] to new streams."""

@@ -83,15 +83,15 @@ class Indexer:
                 scores = indexer.candidate_logits(
                     codes[part], scale[part], weights[part], *where, candidates[part], config.candidate_block_size
                 )
+        k, block_size = config.index_topk, config.candidate_block_size
         with stage("indexer.topk"):
-            if candidates is None:
-                step.record("index_scores", self.plan.index, scores)
-                ids[part], count[part] = indexer.topk(scores, visible[part], config.index_topk)
-            else:
-                ids[part], count[part] = indexer.topk(
-                    scores, None, config.index_topk, candidates=candidates[part], block_size=config.candidate_block_size
-                )
-            if blocks is not None:
-                blocks[part] = indexer.candidate_blocks(
-                    scores, visible[part], config.candidate_block_size, config.candidate_topk_blocks
+            if candidates is not None:
+                ids[part], count[part] = indexer.topk(scores, None, k, candidates=candidates[part], block_size=block_size)
+                return
+            step.record("index_scores", self.plan.index, scores)
+            if blocks is None:
+                ids[part], count[part] = indexer.topk(scores, visible[part], k)
+            else:  # the candidate source
+                ids[part], count[part], blocks[part] = indexer.topk_blocks(
+                    scores, visible[part], k, block_size, config.candidate_topk_blocks
                 )

@@ -66,6 +66,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "indexer.candidate_blocks": ("portable",),
     "indexer.candidate_logits": ("sm90", "portable"),
     "indexer.topk": ("portable",),
+    "indexer.topk_blocks": ("portable",),
     "indexer.cache_rows": ("portable",),
     #
     # -- moe

@@ -101,6 +101,10 @@ def test_selection() -> None:
         indexer.topk(scores, None, 4, candidates=torch.zeros(3, 3, dtype=torch.int32), block_size=8)
     with pytest.raises(ValueError, match="num_blocks must be at least 1, got 0"):
         indexer.candidate_blocks(scores, visible, 8, 0)
+    with pytest.raises(ValueError, match="topk_blocks: num_blocks must be at least 1, got 0"):
+        indexer.topk_blocks(scores, visible, 4, 8, 0)
+    with pytest.raises(ValueError, match=r"topk_blocks: visible must be int32 \[T=3\], got int32 \[2\]"):
+        indexer.topk_blocks(scores, visible[:2], 4, 8, 2)
     with pytest.raises(ValueError, match=r"seq_of_token must be int32 \[T=3\]"):
         indexer.cache_rows(torch.zeros(3, 2, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32), visible[:2], 4)
 
@@ -120,5 +124,8 @@ def test_empty_and_cpu_results() -> None:
     ids, count = indexer.topk(scores[:0], operands["visible"][:0], 5)
     assert ids.shape == (0, 5) and count.shape == (0,)
     assert indexer.candidate_blocks(scores[:, :0], operands["visible"], 8, 2).tolist() == [[-1, -1]] * 3
+    both = indexer.topk_blocks(scores, operands["visible"], 5, 8, 4)
+    assert both[0].tolist() == [[0, 1, 2, 3, 4]] * 3 and both[1].tolist() == [5] * 3 and both[2].tolist() == [[0, 1, 2, -1]] * 3
+    assert indexer.topk_blocks(scores[:, :0], operands["visible"], 2, 8, 1)[2].tolist() == [[-1]] * 3
     assert indexer.cache_rows(torch.tensor([[3, 17, -1]], dtype=torch.int32).repeat(3, 1), operands["page_table"],
                               operands["seq_of_token"], 16).tolist() == [[19, 1, -1]] * 3  # fmt: skip

@@ -491,6 +491,33 @@ def test_candidate_blocks(cuda: torch.device, kind: str, columns: int, dtype: to
         assert_bitwise(blocks, wanted, f"blocks of {block_size}, visible {visible.tolist()}")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [1, 1000, 16_383, 65_536, 131_072, 524_224, 524_300])
+def test_topk_blocks(cuda: torch.device, kind: str, columns: int, dtype: torch.dtype) -> None:
+    """Both from one reading are what each op gives; up to 524,224 columns of bf16 (528 KiB of maxima would be more)."""
+    g = generator(columns + 2)
+    x = score_rows(g, kind, 3 if columns <= 131_072 else 2, columns, dtype)
+    visible = torch.randint(columns // 2, columns + 1, (x.shape[0],), generator=g, dtype=torch.int32)
+    stride = -(-columns // 64) * 64
+    on_gpu = torch.empty(x.shape[0], stride, dtype=dtype, device=cuda)[:, :columns].copy_(x)
+    for k, block_size, num_blocks in ((512, 8, 2048), (16, 4, 3), (900, 8, 1)):
+        got = indexer.topk_blocks(on_gpu, visible.to(cuda), k, block_size, num_blocks, impl="portable")
+        wanted = reference.topk_blocks(x, visible, k, block_size, num_blocks)
+        for tensor, right, name in zip(got, wanted, ("ids", "count", "blocks"), strict=True):
+            assert_bitwise(tensor, right, f"{name}, k={k}, {num_blocks} blocks of {block_size}")
+
+
+def test_topk_blocks_writes_nothing_outside(cuda: torch.device) -> None:
+    x = score_rows(generator(8), "normal", 9, 20_000, torch.bfloat16).to(cuda)
+    visible = torch.tensor([0, 1, 7, 8, 9, 4097, 9999, 19_999, 20_000], dtype=torch.int32)
+    canaries = Canary((9, 512), torch.int32, cuda), Canary((9,), torch.int32, cuda), Canary((9, 2048), torch.int32, cuda)
+    call("indexer.topk_blocks", "portable", x, visible.to(cuda), 8, *(canary.tensor for canary in canaries))
+    for canary, right in zip(canaries, reference.topk_blocks(x.cpu(), visible, 512, 8, 2048), strict=True):
+        canary.check()
+        assert_bitwise(canary.tensor, right, "short rows")
+
+
 # scores, block 4, keep 2 blocks, top 5: entries of the pool and the picks at every visible length
 BLOCK_SCORES = [5.0, 1.0, 0.0, 0.0, 9.0, 8.0, 7.0, 6.0, -3.0, -4.0, -5.0, -6.0]
 BLOCK_TABLE: dict[int, tuple[list[int], list[int]]] = {

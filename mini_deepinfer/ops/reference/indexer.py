@@ -36,6 +36,13 @@ def quant_query(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return formats.quant_mxfp4(q)
 
 
+def topk_blocks(
+    logits: torch.Tensor, visible: torch.Tensor, k: int, block_size: int, num_blocks: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """topk and candidate_blocks of the same scores."""
+    return (*topk(logits, visible, k), candidate_blocks(logits, visible, block_size, num_blocks))
+
+
 def cache_rows(
     ids: torch.Tensor, page_table: torch.Tensor, seq_of_token: torch.Tensor, entries_per_page: int
 ) -> torch.Tensor:
