@@ -57,24 +57,30 @@ constexpr int kQuarters = 4;                          // parts of a K tile, two 
 constexpr int kHalfDims = kHeadDim / kConsumers;      // dims of O a consumer owns
 constexpr int kProducerWarps = kProducerThreads / 32;
 constexpr int kWarpRows = kSlots / kProducerWarps;    // rows of a step a producer warp expands, four lanes each
+constexpr int kPackedPitch = kCompressedRowBytes;     // bytes from one packed row in shared memory to the next
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMaxStart = -1e30f;                   // finite: a masked step must not make NaN
+constexpr float kMaxSlack = 8.f;                      // how far (log2) scores may exceed the maximum that P refers to
 constexpr uint32_t kConsumerBarrier = 1, kGroupBarrier = 2;  // named barriers; kGroupBarrier + consumer
 
 struct SharedStorage {
     uint8_t q[kTileBytes];
     uint8_t k[2][kTileBytes];
     uint8_t p[kConsumers][kAtomBytes];
-    uint4 staged[4][kProducerThreads];      // packed bytes on their way, a column per producer thread
-    float row_max[kConsumers][kHeads];      // running maximum after the consumer's latest step
-    float row_sum[2][kConsumers][kHeads];   // by parity of the item
-    float sink[kMaxHeads];
+    uint8_t packed[kProducerWarps][kWarpRows * kPackedPitch];
+    float row_max[kConsumers][kHeads];      // running maximum (in log2) after the consumer's latest step
+    float sink[kHeads];                     // of the only block of heads, in log2
     uint32_t valid[2][2];                   // bit s: slot s of the step may be seen; a byte per producer warp
-    uint64_t full[2][kQuarters], empty[2][kConsumers], p_ready[kConsumers], q_full, q_empty;
+    uint64_t full[2][kQuarters], empty[2][kConsumers], p_ready[kConsumers], q_full, q_empty, packed_full[kProducerWarps];
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
-MDI_DEVICE float exp_of(float x) { return ptx::exp2_approx(x * kLog2e); }
+// threadIdx.x read anew: not kept in a register over the inner loop.
+MDI_DEVICE int thread_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
 
 // Where row r, 16-byte chunk c of an atom lies (both tile and atom start at a multiple of 1024)
 MDI_DEVICE uint32_t atom_offset(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
@@ -106,8 +112,8 @@ struct Descriptor {
 struct AtomWriter {
     uint32_t row_address, chunk_bits;
 
-    MDI_DEVICE AtomWriter(uint8_t* atom, int warp, int lane) {  // lane l gives row l % 8 of matrix l / 8 of four
-        const int row = 16 * warp + lane % 16, column_tile = lane / 16;
+    MDI_DEVICE explicit AtomWriter(uint8_t* atom) {  // lane l gives row l % 8 of matrix l / 8 of four
+        const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16, column_tile = threadIdx.x / 16 % 2;
         row_address = address_of(atom) + row * 128;
         chunk_bits = (column_tile ^ (row & 7)) << 4;
     }
@@ -163,16 +169,18 @@ struct Cursor {
         }
     }
     MDI_DEVICE void advance(const SparseParams& params) {
+        if (done(params)) return;
         first_slot += kSlots;
         skip_empty(params);
     }
 };
 
-// The row of a step that one producer lane serves, with the three lanes beside it: lane j of the four has columns 16 j to
-// 16 j + 15 of every atom.
+// The row of a step that one producer lane serves, with three other lanes of its warp.
 struct LaneRow {
-    const uint8_t* codes;     // the lane's 16 (window row) or 8 bytes of the first atom
-    bool any, window;         // the row is there; it is a window row
+    int idx;      // row of its pool, negative: none
+    bool window;  // it is a window row
+
+    MDI_DEVICE bool any() const { return idx >= 0; }
 
     // Starts the index load; the rest follows in `settle`, after other work.
     MDI_DEVICE static int load(const SparseParams& params, const Cursor& at, int tile_row) {
@@ -182,119 +190,144 @@ struct LaneRow {
         return slot < params.num_window ? params.window_idx[token_idx * params.num_window + slot]
                                         : params.compressed_idx[token_idx * params.num_picks + slot - params.num_window];
     }
-    MDI_DEVICE void settle(const SparseParams& params, int idx, int slot, int part) {
+    MDI_DEVICE void settle(const SparseParams& params, int loaded, int slot) {
         const bool in_window = slot < params.num_window;
         const int limit = in_window ? params.num_window_rows : params.num_compressed_rows;
-        any = static_cast<uint32_t>(idx) < static_cast<uint32_t>(limit);
-        window = any && in_window;
-        codes = (in_window ? params.window + static_cast<int64_t>(idx) * kWindowRowBytes
-                           : params.compressed + static_cast<int64_t>(idx) * kCompressedRowBytes) +
-                part * (in_window ? 16 : 8);
-    }
-    // A bit per row of the warp
-    MDI_DEVICE uint32_t valid() const {
-        uint32_t bits = __ballot_sync(~0u, any) & 0x11111111u;  // the lanes of a row agree: keep one bit
-        bits = (bits | bits >> 3) & 0x03030303u;
-        bits = (bits | bits >> 6) & 0x000f000fu;
-        return (bits | bits >> 12) & 0xffu;
+        idx = static_cast<uint32_t>(loaded) < static_cast<uint32_t>(limit) ? loaded : -1;
+        window = any() && in_window;
     }
 };
 
-// A lane's bytes of its row, copied asynchronously to four slots of its own in shared memory; a slot is refilled as it is used
-// up, so a whole step is on its way all the time. (Not in registers: ptxas puts all loads in flight on one scoreboard, and
-// the wait for an old one then waits for the newest.) Slot piece % 4 holds a piece of 64 row bytes, a quarter of them the
-// lane's: two atoms of a compressed row (four pieces), one atom of a window row (eight, the last four follow the first). The
-// scale bytes are spread over the four lanes of the row, eight (compressed) or four (window) each: two atoms' worth.
+// Eight E2M1 codes times scale * 2^117 as row_codec.cuh's expand_fp4: the same bits with fewer shifts. A nibble times
+// 2^12 + 2^6 puts its sign and its magnitude where bf16 wants them; what else appears is masked off.
+MDI_DEVICE uint4 expand_nibbles(uint32_t codes, uint32_t factor) {
+    constexpr uint32_t kKept = 0x81c081c0u;
+    const uint32_t upper = codes >> 8;
+    return make_uint4(bf16x2_product((codes & 0x000f000fu) * 0x1040u & kKept, factor),
+                      bf16x2_product((codes & 0x00f000f0u) * 0x0104u & kKept, factor),
+                      bf16x2_product((upper & 0x000f000fu) * 0x1040u & kKept, factor),
+                      bf16x2_product((upper & 0x00f000f0u) * 0x0104u & kKept, factor));
+}
+
+// Sixteen E4M3 codes of one scale as expand_fp8 with fp8_factor would: the same bits with one product instead of two unless the
+// scale is above 2^16. A NaN code makes all sixteen NaN.
+MDI_DEVICE void expand_codes(const uint4& codes, uint32_t scale, uint4 (&out)[2]) {
+    constexpr uint32_t kMagnitude = 0x07f007f0u, kSign = 0x80008000u, kBits = 0x7f7f7f7fu, kOnes = 0x01010101u;
+    constexpr uint32_t kLargest = 254 - 111;  // with the 2^120 that make a code's bits its value
+    const uint32_t nan = ((codes.x & kBits) + kOnes) | ((codes.y & kBits) + kOnes) | ((codes.z & kBits) + kOnes) | ((codes.w & kBits) + kOnes);
+    uint32_t factor = (scale <= kLargest ? scale + 111 : 247) * 0x00800080u;
+    if ((nan & 0x80808080u) != 0) factor = 0x7fff7fffu;
+    const auto pair = [=](uint32_t low, uint32_t high, uint32_t select) {
+        const uint32_t t = __byte_perm(low, high, select);  // a code in both bytes of each half
+        return bf16x2_product((t * 16 & kMagnitude) | (t & kSign), factor);
+    };
+    out[0] = make_uint4(pair(codes.x, codes.y, 0x4400), pair(codes.x, codes.y, 0x5511), pair(codes.x, codes.y, 0x6622), pair(codes.x, codes.y, 0x7733));
+    out[1] = make_uint4(pair(codes.z, codes.w, 0x4400), pair(codes.z, codes.w, 0x5511), pair(codes.z, codes.w, 0x6622), pair(codes.z, codes.w, 0x7733));
+    if (scale > kLargest) {
+        const uint32_t rest = fp8_factor(scale);
+#pragma unroll
+        for (uint4& v : out) {
+            v = make_uint4(bf16x2_product(v.x, rest), bf16x2_product(v.y, rest), bf16x2_product(v.z, rest), bf16x2_product(v.w, rest));
+        }
+    }
+}
+
+// A warp's packed bytes: eight rows in shared memory, filled by bulk copies, and from there to registers at once, so that the
+// next rows are on their way while these are expanded. A piece is a compressed row or half a window row (256 codes and all
+// scale bytes). Lane l serves row l / 2 % 8 with lanes l ^ 1, l ^ 16: of four units of 16 bytes each takes one, so that eight
+// neighbouring lanes (four rows, two units) hit all banks, here and in the tile.
+//   compressed: unit `part` of each 64 bytes = 32 columns = four chunks of atom 2 * quarter + part / 2
+//   window: unit (part % 2) * 2 + part / 2 of each 64 bytes = 16 columns = two chunks of an atom
 struct Packed {
-    uint4* slots;
-    uint32_t scales[2], next_scales[2];
+    uint32_t lane_slot, barrier;  // the lane's row; the warp's barrier
+    uint32_t parity;
+    uint4 codes[2];               // compressed: of two quarters; window: two atoms of one
+    uint32_t scales[2];           // compressed: two bytes a quarter; window: the eight of the piece
 
-    // One group of copies, also where there is nothing to copy
-    MDI_DEVICE void load(const LaneRow& row, int piece) {
-        const uint32_t to = address_of(slots + piece % 4 * kProducerThreads);
-        if (row.window) {
-            ptx::cp_async_16(to, row.codes + piece * 64);
-        } else if (row.any) {
-            ptx::cp_async_small<8>(to, row.codes + piece * 64);
-            ptx::cp_async_small<8>(to + 8, row.codes + piece * 64 + 32);
+    MDI_DEVICE static int row_of(int lane) { return lane / 2 % 8; }
+    MDI_DEVICE static int part_of(int lane) { return lane % 2 + lane / 16 * 2; }
+
+    MDI_DEVICE Packed(const SharedStorage& shared, int warp, int lane)
+        : lane_slot(address_of(shared.packed[warp]) + row_of(lane) * kPackedPitch), barrier(address_of(&shared.packed_full[warp])), parity(0) {}
+
+    // Starts the copies of piece 0 or 1; all lanes. A skipped row is not read.
+    template <int kPiece>
+    MDI_DEVICE void start(const SparseParams& params, const LaneRow& from, int lane) const {
+        const bool copies = part_of(lane) == 0 && (kPiece == 0 ? from.any() : from.window);
+        const uint32_t windows = __ballot_sync(~0u, copies && from.window), others = __ballot_sync(~0u, copies && !from.window);
+        if (lane == 0) {
+            ptx::mbarrier_arrive_expect_tx(barrier, __popc(windows) * (256 + 16) + __popc(others) * kCompressedRowBytes);
         }
-        ptx::cp_async_commit();
-    }
-    // The oldest piece under way
-    MDI_DEVICE uint4 take(int piece) const {
-        ptx::cp_async_wait<3>();
-        return slots[piece % 4 * kProducerThreads];
-    }
-    // A skipped row reads nothing: scale 0 makes any left-over FP4 code 0.
-    MDI_DEVICE void load_scales(const LaneRow& row, int part) {
-        next_scales[0] = next_scales[1] = 0;
-        if (row.window) {  // codes + 512 - 16 part + 4 part
-            next_scales[0] = __ldg(reinterpret_cast<const uint32_t*>(row.codes + kHeadDim - 12 * part));
-        } else if (row.any) {
-            const uint2 v = __ldg(reinterpret_cast<const uint2*>(row.codes + kHeadDim / 2));
-            next_scales[0] = v.x, next_scales[1] = v.y;
+        __syncwarp();  // also: every lane has read the piece that is overwritten
+        if (copies) {
+            if (from.window) {
+                const uint8_t* bytes = params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes;
+                ptx::bulk_load(lane_slot, bytes + 256 * kPiece, 256, barrier);
+                ptx::bulk_load(lane_slot + 256, bytes + kHeadDim, 16, barrier);
+            } else {
+                ptx::bulk_load(lane_slot, params.compressed + static_cast<int64_t>(from.idx) * kCompressedRowBytes, kCompressedRowBytes, barrier);
+            }
         }
     }
-    MDI_DEVICE void advance_scales() { scales[0] = next_scales[0], scales[1] = next_scales[1]; }
-    MDI_DEVICE void start(const LaneRow& row, int part) {
-        load_scales(row, part);
-        advance_scales();
+    MDI_DEVICE void wait() {
+        ptx::mbarrier_wait(barrier, parity);
+        parity ^= 1;
+    }
+    // The lane's bytes for a quarter, and for the next one if it is even and the row compressed
+    template <int kQuarter>
+    MDI_DEVICE void take(const LaneRow& from, int part) {
+        if (from.window) {
+            const uint32_t unit = lane_slot + (part % 2 * 2 + part / 2) * 16 + kQuarter % 2 * 128;
 #pragma unroll
-        for (int piece = 0; piece < 4; ++piece) load(row, piece);
+            for (int i = 0; i < 2; ++i) codes[i] = load_shared_16(unit + 64 * i);
+            if (kQuarter % 2 == 0) load_shared_8(lane_slot + 256 + kQuarter / 2 * 8, scales[0], scales[1]);
+        } else if (kQuarter % 2 == 0) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                codes[i] = load_shared_16(lane_slot + 16 * part + 64 * (kQuarter + i));
+                scales[i] = from.any() ? load_shared_2(lane_slot + 256 + 2 * part + 8 * (kQuarter + i)) : 0;  // any code times 0 is 0
+            }
+        }
+    }
+    static MDI_DEVICE uint4 load_shared_16(uint32_t address) {
+        uint4 v;
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+        return v;
+    }
+    static MDI_DEVICE void load_shared_8(uint32_t address, uint32_t& x, uint32_t& y) {
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address) : "memory");
+    }
+    static MDI_DEVICE uint32_t load_shared_2(uint32_t address) {
+        uint16_t v;
+        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+        return v;
     }
 };
 
-// Where a lane's two chunks of atom 0 lie in a K tile. Eight neighbouring lanes (two rows, the even or the odd chunks) hit
-// eight different bank groups.
+// Where a lane's chunks lie in the first atoms of K tile 0 (see Packed for the columns): the first one, the others differ in
+// address bits 4 and 5.
 struct TileWriter {
-    uint8_t* chunk[2];
+    uint32_t compressed, window;
 
-    MDI_DEVICE TileWriter(uint8_t* tile, int row, int part) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) chunk[i] = tile + atom_offset(row, part * 2 + i);
+    MDI_DEVICE TileWriter(const SharedStorage& shared, int tile_row, int part) {
+        const uint32_t first = address_of(shared.k[0]) + atom_offset(tile_row, part % 2 * 4);
+        compressed = first + part / 2 * kAtomBytes;
+        window = first ^ (part / 2 << 5);
     }
-    MDI_DEVICE void store(int atom, int i, const uint4& v) const { *reinterpret_cast<uint4*>(chunk[i] + atom * kAtomBytes) = v; }
+    static MDI_DEVICE void store(uint32_t address, const uint4& v) {
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    }
 };
-
-// Both write the two atoms of a quarter and refill the slots that they empty. scales: the row's bytes for these atoms.
-template <int kQuarter>
-MDI_DEVICE void write_compressed(const TileWriter& to, Packed& from, const uint32_t (&scales)[2], const LaneRow& next, int part) {
-    const uint4 taken = from.take(kQuarter);
-    const uint32_t codes[4] = {taken.x, taken.y, taken.z, taken.w};
-    uint32_t factor[2];
-    fp4_factors((scales[0] >> (8 * part) & 0xffu) | (scales[1] >> (8 * part) & 0xffu) << 8, factor);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to.store(2 * kQuarter + i / 2, i % 2, expand_fp4(codes[i], factor[i / 2]));
-    from.load(next, kQuarter);
-}
-
-template <int kQuarter>
-MDI_DEVICE void write_window(const TileWriter& to, Packed& from, uint32_t scales, const LaneRow& row, const LaneRow& next, int part) {
-    scales >>= 8 * (part / 2);
-#pragma unroll
-    for (int atom = 2 * kQuarter; atom < 2 * kQuarter + 2; ++atom) {
-        const uint32_t factor = fp8_factor(scales >> (16 * (atom % 2)) & 0xffu);
-        const uint4 taken = from.take(atom);
-        const uint32_t codes[4] = {taken.x, taken.y, taken.z, taken.w};
-#pragma unroll
-        for (int i = 0; i < 2; ++i) to.store(atom, i, expand_fp8(codes[2 * i], codes[2 * i + 1], factor));
-        if (atom < 4) {
-            from.load(row, atom + 4);
-        } else {
-            from.load(next, atom - 4);
-        }
-    }
-}
 
 MDI_DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 struct Producer {
     const SparseParams& params;
     SharedStorage& shared;
-    int thread, warp, lane;
+    int warp, lane;
 
     MDI_DEVICE Producer(const SparseParams& p, SharedStorage& s)
-        : params(p), shared(s), thread(threadIdx.x - kConsumers * kGroupThreads), warp(thread / 32), lane(thread % 32) {}
+        : params(p), shared(s), warp(threadIdx.x / 32 - kConsumers * kGroupThreads / 32), lane(threadIdx.x % 32) {}
 
     MDI_DEVICE const bf16* query(int item, int& num_heads) const {
         const int first_head = first_head_of(params, item);
@@ -307,7 +340,7 @@ struct Producer {
         int num_heads;
         const bf16* from = query(item, num_heads);
         ptx::mbarrier_wait(address_of(&shared.q_empty), (item_count & 1) ^ 1);
-        const int chunk = thread % 64;  // of 64 in a row
+        const int thread = thread_index() - kConsumers * kGroupThreads, chunk = thread % 64;  // of 64 in a row
         uint8_t* to = shared.q + chunk / 8 * kAtomBytes;
 #pragma unroll 2
         for (int head = thread / 64; head < num_heads; head += kProducerThreads / 64) {
@@ -316,9 +349,9 @@ struct Producer {
         ptx::cp_async_commit();
     }
     MDI_DEVICE void finish_query(int item) const {
-        const int num_heads = min_of(kHeads, params.num_heads - first_head_of(params, item)), chunk = thread % 64;
+        const int num_heads = min_of(kHeads, params.num_heads - first_head_of(params, item)), thread = thread_index() - kConsumers * kGroupThreads, chunk = thread % 64;
         uint8_t* to = shared.q + chunk / 8 * kAtomBytes;
-        ptx::cp_async_wait<4>();  // the tile just written committed at least four groups after it, the next step's rows
+        ptx::cp_async_wait<0>();
 #pragma unroll 2
         for (int head = thread / 64; head < kHeads; head += kProducerThreads / 64) {
             uint4* at = reinterpret_cast<uint4*>(to + atom_offset(head, chunk % 8));
@@ -340,21 +373,35 @@ struct Producer {
 
     // One quarter of the row's step, from registers to the K tile. Rows of a warp may differ in kind.
     template <int kQuarter>
-    MDI_DEVICE void write_quarter(const TileWriter& to, Packed& packed, const LaneRow& row, const LaneRow& next, int part,
-                                  int buffer) const {
-        const uint32_t scales[2] = {__shfl_sync(~0u, packed.scales[0], kQuarter, 4), __shfl_sync(~0u, packed.scales[1], kQuarter, 4)};
+    MDI_DEVICE void write_quarter(const TileWriter& to, const Packed& packed, const LaneRow& row, int part, int buffer) const {
+        const uint32_t tile = buffer * kTileBytes + 2 * kQuarter * kAtomBytes;
         if (row.window) {
-            write_window<kQuarter>(to, packed, scales[0], row, next, part);
+#pragma unroll
+            for (int atom = 0; atom < 2; ++atom) {
+                uint4 chunks[2];
+                expand_codes(packed.codes[atom], packed.scales[kQuarter % 2] >> (8 * (2 * atom + part % 2)) & 0xffu, chunks);
+                TileWriter::store(to.window + tile + atom * kAtomBytes, chunks[0]);
+                TileWriter::store((to.window ^ 16) + tile + atom * kAtomBytes, chunks[1]);
+            }
         } else {
-            write_compressed<kQuarter>(to, packed, scales, next, part);
+            const uint4& v = packed.codes[kQuarter % 2];
+            uint32_t factor[2];
+            fp4_factors(packed.scales[kQuarter % 2], factor);
+            TileWriter::store(to.compressed + tile, expand_nibbles(v.x, factor[0]));
+            TileWriter::store((to.compressed ^ 16) + tile, expand_nibbles(v.y, factor[0]));
+            TileWriter::store((to.compressed ^ 32) + tile, expand_nibbles(v.z, factor[1]));
+            TileWriter::store((to.compressed ^ 48) + tile, expand_nibbles(v.w, factor[1]));
         }
-        if (kQuarter == 0) packed.load_scales(next, part);
+        const uint32_t valid = kQuarter == kQuarters - 1 ? __ballot_sync(~0u, row.any()) : 0;
         __syncwarp();
-        // The fence between these stores and the wgmma that reads them is the consumer's: here it would wait for the loads of
-        // the next step.
-        const uint32_t valid = kQuarter == kQuarters - 1 ? row.valid() : 0;
+        // The fence between these stores and the wgmma that reads them is the consumer's.
         if (lane == 0) {
-            if (kQuarter == kQuarters - 1) reinterpret_cast<uint8_t*>(shared.valid[buffer])[warp] = static_cast<uint8_t>(valid);
+            if (kQuarter == kQuarters - 1) {  // a bit per row: those of lanes 0, 2, ... 14
+                uint32_t bits = valid & 0x5555u;
+                bits = (bits | bits >> 1) & 0x3333u;
+                bits = (bits | bits >> 2) & 0x0f0fu;
+                reinterpret_cast<uint8_t*>(shared.valid[buffer])[warp] = static_cast<uint8_t>(bits | bits >> 4);
+            }
             ptx::mbarrier_arrive(address_of(&shared.full[buffer][kQuarter]));
         }
     }
@@ -362,39 +409,51 @@ struct Producer {
     MDI_DEVICE void run() {
         Cursor at(params, blockIdx.x);
         if (at.done(params)) return;
-        const int tile_row = warp * kWarpRows + lane / 4, part = lane % 4;
-        // Three steps are under way: one in registers, the row numbers of the next known, those of the one after that on their
-        // way.
+        Packed packed(shared, warp, lane);
+        const int tile_row = warp * kWarpRows + Packed::row_of(lane), part = Packed::part_of(lane);
+        const TileWriter to(shared, tile_row, part);
+        // Three steps are under way: one in registers, the next one's rows being copied, row numbers of the one after that.
         LaneRow row, next_row;
-        row.settle(params, LaneRow::load(params, at, tile_row), at.first_slot + tile_row, part);
-        Cursor ahead = at;
-        ahead.advance(params);
-        next_row.settle(params, LaneRow::load(params, ahead, tile_row), ahead.first_slot + tile_row, part);
-        Packed packed = {};
-        packed.slots = &shared.staged[0][thread];
-        packed.start(row, part);
+        int item = at.item, next_item;  // the number of items: none
+        bool is_first = true, next_is_first;
+        row.settle(params, LaneRow::load(params, at, tile_row), at.first_slot + tile_row);
+        packed.start<0>(params, row, lane);
+        at.advance(params);
+        next_row.settle(params, LaneRow::load(params, at, tile_row), at.first_slot + tile_row);
+        next_item = at.item;
+        next_is_first = at.first_slot == 0;
 
         int item_count = 0;
-        for (int b = 0; !at.done(params); ++b) {
-            const int buffer = b & 1, item = at.item;
-            const bool is_first = at.first_slot == 0;
+        for (int b = 0; item < num_items(params); ++b) {
+            const int buffer = b & 1;
             if (is_first) start_query(item, item_count++);
-            at = ahead;
-            ahead.advance(params);
-            const int idx_ahead = LaneRow::load(params, ahead, tile_row);
+            at.advance(params);
+            const int idx_ahead = LaneRow::load(params, at, tile_row);
 
-            const TileWriter to(shared.k[buffer], tile_row, part);
+            const bool halves = __any_sync(~0u, row.window);
             const uint32_t parity = (b >> 1 & 1) ^ 1;
+            packed.wait();
+            packed.take<0>(row, part);
             ptx::mbarrier_wait(address_of(&shared.empty[buffer][0]), parity);
-            write_quarter<0>(to, packed, row, next_row, part, buffer);
-            write_quarter<1>(to, packed, row, next_row, part, buffer);
+            write_quarter<0>(to, packed, row, part, buffer);
+            packed.take<1>(row, part);
+            if (halves) packed.start<1>(params, row, lane);
+            write_quarter<1>(to, packed, row, part, buffer);
+            if (halves) packed.wait();
+            packed.take<2>(row, part);
+            if (!halves) packed.start<0>(params, next_row, lane);
             ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
-            write_quarter<2>(to, packed, row, next_row, part, buffer);
-            write_quarter<3>(to, packed, row, next_row, part, buffer);
-            packed.advance_scales();
-            row = next_row;
-            next_row.settle(params, idx_ahead, ahead.first_slot + tile_row, part);
+            write_quarter<2>(to, packed, row, part, buffer);
+            packed.take<3>(row, part);
+            if (halves) packed.start<0>(params, next_row, lane);
+            write_quarter<3>(to, packed, row, part, buffer);
             if (is_first) finish_query(item);
+            row = next_row;
+            item = next_item;
+            is_first = next_is_first;
+            next_row.settle(params, idx_ahead, at.first_slot + tile_row);
+            next_item = at.item;
+            next_is_first = at.first_slot == 0;
         }
     }
 };
@@ -405,14 +464,13 @@ struct Consumer {
     const SparseParams& params;
     SharedStorage& shared;
     const int group, other;          // this consumer, 0 or 1, and the other one
-    int warp, lane, row;             // row: the thread's first head in the tile, the second is row + 8
+    int lane, row;                   // row: the thread's first head in the tile, the second is row + 8
     float o[2][kHalfDims / 4];       // 64 heads x two times 128 dims over the warpgroup
     float m[2], sum[2];              // running maximum, and the sum over this consumer's own steps
 
     MDI_DEVICE Consumer(const SparseParams& p, SharedStorage& s, int consumer) : params(p), shared(s), group(consumer), other(consumer ^ 1) {
-        warp = threadIdx.x / 32 % 4;
         lane = threadIdx.x % 32;
-        row = 16 * warp + lane / 4;
+        row = threadIdx.x / 32 % 4 * 16 + lane / 4;
     }
 
     MDI_DEVICE void arrive(const uint64_t& barrier) const {
@@ -423,7 +481,7 @@ struct Consumer {
     // Takes over a new running maximum: rescales what was summed under the old one. O holds nothing before an item's first
     // product (`started`), which overwrites it.
     MDI_DEVICE void rescale(const float (&new_max)[2], bool started) {
-        const float alpha[2] = {exp_of(m[0] - new_max[0]), exp_of(m[1] - new_max[1])};
+        const float alpha[2] = {ptx::exp2_approx(m[0] - new_max[0]), ptx::exp2_approx(m[1] - new_max[1])};
         m[0] = new_max[0];
         m[1] = new_max[1];
         sum[0] *= alpha[0];
@@ -474,11 +532,13 @@ struct Consumer {
         }
     }
 
-    // Scales and masks the scores, and returns the new running maximum (equal in the four lanes of a row).
+    // Scales (to log2) and masks the scores, and returns the new running maximum (equal in the four lanes of a row). It moves
+    // only when it must, so that O is hardly ever rescaled: P is at most 2^kMaxSlack.
     MDI_DEVICE void mask_and_max(float (&s)[kSlots / 2], float (&new_max)[2]) const {
-        const float scale = params.softmax_scale * kKeyFactor;
-        new_max[0] = m[0];
-        new_max[1] = m[1];
+        const float scale = params.softmax_scale * (kKeyFactor * kLog2e);
+        float top[2] = {m[0], m[1]};
+#pragma unroll
+        for (int i = 0; i < kSlots / 2; ++i) s[i] *= scale;
         const uint32_t valid[2] = {shared.valid[group][0], shared.valid[group][1]};
         if ((valid[0] & valid[1]) != ~0u) {
             const int shift = 2 * (lane % 4);
@@ -489,28 +549,26 @@ struct Consumer {
             }
         }
 #pragma unroll
-        for (int i = 0; i < kSlots / 2; ++i) {
-            s[i] *= scale;
-            new_max[i / 2 % 2] = fmaxf(new_max[i / 2 % 2], s[i]);
-        }
+        for (int i = 0; i < kSlots / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
-            new_max[f] = fmaxf(new_max[f], __shfl_xor_sync(~0u, new_max[f], 1));
-            new_max[f] = fmaxf(new_max[f], __shfl_xor_sync(~0u, new_max[f], 2));
+            top[f] = fmaxf(top[f], __shfl_xor_sync(~0u, top[f], 1));
+            top[f] = fmaxf(top[f], __shfl_xor_sync(~0u, top[f], 2));
+            new_max[f] = top[f] > m[f] + kMaxSlack ? top[f] : m[f];
         }
     }
 
-    // p = exp(s - max): the sum takes it unrounded, the products rounded. Publishes P and the maximum to the other consumer.
+    // p = 2^(s - max): the sum takes it unrounded, the products rounded. Publishes P and the maximum to the other consumer.
     MDI_DEVICE void probabilities(const float (&s)[kSlots / 2], const float (&new_max)[2], float (&part)[2],
                                   uint32_t (&p)[kSlots / 4]) {
         part[0] = part[1] = 0.f;
 #pragma unroll
         for (int i = 0; i < kSlots / 4; ++i) {
-            const float p0 = exp_of(s[2 * i] - new_max[i % 2]), p1 = exp_of(s[2 * i + 1] - new_max[i % 2]);
+            const float p0 = ptx::exp2_approx(s[2 * i] - new_max[i % 2]), p1 = ptx::exp2_approx(s[2 * i + 1] - new_max[i % 2]);
             part[i % 2] += p0 + p1;
             p[i] = ptx::pack_bf16x2(p0, p1);
         }
-        AtomWriter(shared.p[group], warp, lane).store(p);
+        AtomWriter(shared.p[group]).store(p);
         if (lane % 4 == 0) {
             shared.row_max[group][row] = new_max[0];
             shared.row_max[group][row + 8] = new_max[1];
@@ -548,14 +606,14 @@ struct Consumer {
     // scores, or after them. A template argument, because ptxas serialises wgmma groups that are open across a branch.
     enum class Other { kNone, kBefore, kAfter };
 
-    // The consumer's own step b. is_second: O holds nothing yet when the other's step b - 1 comes. is_last: of its own;
+    // The consumer's own step b. started: O holds something when the other's step b - 1 comes. is_last: of its own;
     // keep_tile: of the item, whose tile `store` still wants.
     template <Other kWhen>
-    MDI_DEVICE void own_step(int b, bool is_second, bool is_last, bool keep_tile) {
+    MDI_DEVICE void own_step(int b, bool started, bool is_last, bool keep_tile) {
         float s[kSlots / 2], new_max[2], part[2];
         uint32_t p[kSlots / 4];
         if constexpr (kWhen == Other::kBefore) {
-            start_other(b - 1, !is_second);
+            start_other(b - 1, started);
             start_scores<0, 2>(s, b);
             wgmma_wait<2>();
             arrive(shared.empty[other][group]);
@@ -563,7 +621,7 @@ struct Consumer {
             wgmma_wait<0>();
         } else if constexpr (kWhen == Other::kAfter) {
             start_scores<0, 4>(s, b);
-            start_other(b - 1, !is_second);
+            start_other(b - 1, started);
             wgmma_wait<1>();
         } else {
             start_scores<0, 4>(s, b);
@@ -586,51 +644,62 @@ struct Consumer {
         if (!keep_tile) arrive(shared.empty[group][group]);
     }
 
-    // Steps first..last of one item; step b is in K tile b % 2, which is also the consumer it belongs to.
-    MDI_DEVICE void attend(int first, int last) {
+    // Steps b..last of one item; step b is in K tile b % 2, which is also the consumer it belongs to.
+    MDI_DEVICE void attend(int b, int last) {
         m[0] = m[1] = kMaxStart;
         sum[0] = sum[1] = 0.f;
-        int b = first + ((first ^ group) & 1);
-        if (b > last) arrive(shared.q_empty);  // no step of its own
-        if (b == first) {
+        bool started = false;
+        if (((b ^ group) & 1) == 0) {
             own_step<Other::kNone>(b, false, b + 2 > last, b == last);
+            started = true;
             b += 2;
+        } else {
+            if (b == last) arrive(shared.q_empty);  // no step of its own
+            ++b;
         }
         if (group == 0) {
-            for (; b <= last; b += 2) own_step<Other::kBefore>(b, b == first + 1, b + 2 > last, b == last);
+            for (; b <= last; b += 2, started = true) own_step<Other::kBefore>(b, started, b + 2 > last, b == last);
         } else {
-            for (; b <= last; b += 2) own_step<Other::kAfter>(b, b == first + 1, b + 2 > last, b == last);
+            for (; b <= last; b += 2, started = true) own_step<Other::kAfter>(b, started, b + 2 > last, b == last);
         }
         if (((last ^ group) & 1) != 0) {
-            start_other(last, last != first);
+            start_other(last, started);
             finish_other();
         }
     }
 
+    // Where a consumer's sum of a row goes to the other one: into the P that it reads, whose row its own warp rewrites next.
+    MDI_DEVICE float* sum_slot(int writes_p, int head) const {
+        return reinterpret_cast<float*>(shared.p[writes_p] + head * 128 + (head & 7) * 16);
+    }
+
     // o / (l + exp(sink - m)), rounded, to 16-byte stores through this consumer's half of the last K tile, which then is free:
     // only its own values are read there, and the scores of the step were complete before P.
-    MDI_DEVICE void store(int item, int item_count, int buffer) {
+    MDI_DEVICE void store(int item, int buffer) {
+        const int thread = thread_index() % kGroupThreads, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
         const int first_head = first_head_of(params, item);
         const int num_heads = min_of(kHeads, params.num_heads - first_head);
-        float(&sums)[kConsumers][kHeads] = shared.row_sum[item_count & 1];
         float factor[2], sink[2];
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
-            sink[f] = row + 8 * f < num_heads ? shared.sink[first_head + row + 8 * f] : 0.f;
+            const int head = row + 8 * f;
+            sink[f] = 0.f;
+            if (head < num_heads) sink[f] = params.num_heads > kHeads ? __ldg(params.sink + first_head + head) * kLog2e : shared.sink[head];
             sum[f] += __shfl_xor_sync(~0u, sum[f], 1);
             sum[f] += __shfl_xor_sync(~0u, sum[f], 2);
-            if (lane % 4 == 0) sums[group][row + 8 * f] = sum[f];
+            if (lane % 4 == 0) *sum_slot(other, head) = sum[f];
         }
         ptx::named_barrier_sync(kConsumerBarrier, kConsumers * kGroupThreads);  // sums are there
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
             const int head = row + 8 * f;
-            const float valid_sum = sums[0][head] + sums[1][head];
+            const float others = *sum_slot(group, head);
+            const float valid_sum = group == 0 ? sum[f] + others : others + sum[f];
             const float exponent = sink[f] - m[f];
-            const float total = valid_sum + expf(exponent > 88.f ? 88.f : exponent);  // finite; a NaN sink stays NaN
+            const float total = valid_sum + exp2f(exponent > 127.f ? 127.f : exponent);  // finite; a NaN sink stays NaN
             factor[f] = valid_sum == 0.f ? 0.f : kKeyFactor / total;          // 0: no valid lane (the largest p is 1)
         }
-        const int first_row = threadIdx.x % kGroupThreads / 8, chunk = threadIdx.x % 8;
+        const int first_row = thread / 8, chunk = thread % 8;
         bf16* out = params.out + (static_cast<int64_t>(token_of(params, item)) * params.num_heads + first_head + first_row) * kHeadDim +
                     group * kHalfDims + chunk * 8;
         uint8_t* tile = shared.k[buffer] + group * (kAtoms / 2) * kAtomBytes;
@@ -642,7 +711,7 @@ struct Consumer {
                 const float* value = o[part / 2] + part % 2 * 32 + 2 * i;
                 pairs[i] = ptx::pack_bf16x2(value[0] * factor[i % 2], value[1] * factor[i % 2]);
             }
-            AtomWriter(tile + part * kAtomBytes, warp, lane).store(pairs);
+            AtomWriter(tile + part * kAtomBytes).store(pairs);
         }
         ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
         const uint8_t* staged = tile + atom_offset(first_row, chunk);  // row + 16 has the same swizzle
@@ -669,21 +738,27 @@ struct Consumer {
     }
 
     MDI_DEVICE void run() {
-        int b = 0, item_count = 0;  // steps and non-empty items so far, as the producer counts them
-        int length = length_of(params, blockIdx.x), next_length = 0;
-        for (int item = blockIdx.x; item < num_items(params); item += gridDim.x, length = __shfl_sync(~0u, next_length, 0)) {
-            const int num_steps = (lanes_of(params, length) + kSlots - 1) / kSlots;
-            // Arrives under this item's work; a load by all lanes would go to a uniform register, which is waited for at once.
-            if (lane == 0) next_length = length_of(params, item + gridDim.x);
+        // Steps so far, as the producer counts them, modulo 4 (K tile and its parity), and the parity of non-empty items. One
+        // register, because none is left.
+        uint32_t phases = 0;
+        int length = length_of(params, blockIdx.x);
+        for (int item = blockIdx.x; item < num_items(params);) {
+            const int num_steps = (lanes_of(params, length) + kSlots - 1) / kSlots, next = item + gridDim.x;
+            int next_length = 0;
             if (num_steps == 0) {
                 store_zeros(item);
-                continue;
+                length = length_of(params, next);
+            } else {
+                ptx::mbarrier_wait(address_of(&shared.q_full), phases >> 2);
+                const int first = phases & 3, last = first + num_steps - 1;
+                attend(first, last);
+                // Arrives under the stores; a load by all lanes would go to a uniform register, which is waited for at once.
+                if (thread_index() % 32 == 0) next_length = length_of(params, next);
+                store(item, last & 1);
+                phases = ((phases & 4) ^ 4) | ((last + 1) & 3);
+                length = __shfl_sync(~0u, next_length, 0);
             }
-            ptx::mbarrier_wait(address_of(&shared.q_full), item_count & 1);
-            attend(b, b + num_steps - 1);
-            b += num_steps;
-            store(item, item_count, (b - 1) & 1);
-            ++item_count;
+            item = next;
         }
     }
 };
@@ -699,9 +774,12 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
         }
         ptx::mbarrier_init(address_of(&shared.q_full), kProducerWarps);    // a lane of each
         ptx::mbarrier_init(address_of(&shared.q_empty), 8);
+        for (uint64_t& packed : shared.packed_full) ptx::mbarrier_init(address_of(&packed), 1);
         ptx::fence_mbarrier_init();
     }
-    if (static_cast<int>(threadIdx.x) < params.num_heads) shared.sink[threadIdx.x] = __ldg(params.sink + threadIdx.x);
+    if (static_cast<int>(threadIdx.x) < min_of(params.num_heads, kHeads)) {
+        shared.sink[threadIdx.x] = __ldg(params.sink + threadIdx.x) * kLog2e;
+    }
     __syncthreads();
     const int role = threadIdx.x / kGroupThreads;
     if (role >= kConsumers) {
