@@ -71,7 +71,7 @@ struct SharedStorage {
     float row_max[kConsumers][kHeads];      // running maximum (in log2) after the consumer's latest step
     float sink[kHeads];                     // of the only block of heads, in log2
     uint32_t valid[2][2];                   // bit s: slot s of the step may be seen; a byte per producer warp
-    uint64_t full[2][kQuarters], empty[2][kConsumers], p_ready[kConsumers], q_full, q_empty, packed_full[kProducerWarps];
+    uint64_t full[2][kQuarters], empty[2][kConsumers], p_ready[kConsumers], q_full, q_empty;
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
@@ -147,29 +147,33 @@ MDI_DEVICE int length_of(const SparseParams& params, int item) {
 
 // Walks over the steps of this block's items, in order.
 struct Cursor {
-    int item, first_slot, num_lanes;
+    int item, first_slot, num_lanes;           // num_lanes = 0: done
+    const int32_t *window_lanes, *pick_lanes;  // of the item's token, both indexed by slot
     int next_length;  // of the next item; in lane 0: a load by all lanes would go to a uniform register and be waited for at once
 
-    MDI_DEVICE Cursor(const SparseParams& params, int first_item)
-        : item(first_item), first_slot(0), num_lanes(lanes_of(params, length_of(params, first_item))), next_length(0) {
-        load_next(params);
+    MDI_DEVICE Cursor(const SparseParams& params, int first_item) : item(first_item), first_slot(0), next_length(0) {
+        enter(params, length_of(params, first_item));
         skip_empty(params);
     }
-    MDI_DEVICE void load_next(const SparseParams& params) {
+    MDI_DEVICE void enter(const SparseParams& params, int length) {
+        const int64_t token = token_of(params, item);
+        window_lanes = params.window_idx + token * params.num_window;
+        pick_lanes = params.compressed_idx + token * params.num_picks - params.num_window;
+        num_lanes = lanes_of(params, length);
         if (threadIdx.x % 32 == 0) next_length = length_of(params, item + gridDim.x);
     }
     MDI_DEVICE bool done(const SparseParams& params) const { return item >= num_items(params); }
     MDI_DEVICE void skip_empty(const SparseParams& params) {
         while (first_slot >= num_lanes) {
             item += gridDim.x;
-            if (done(params)) return;
-            num_lanes = lanes_of(params, __shfl_sync(~0u, next_length, 0));
-            load_next(params);
             first_slot = 0;
+            num_lanes = 0;
+            if (done(params)) return;
+            enter(params, __shfl_sync(~0u, next_length, 0));
         }
     }
     MDI_DEVICE void advance(const SparseParams& params) {
-        if (done(params)) return;
+        if (num_lanes == 0) return;
         first_slot += kSlots;
         skip_empty(params);
     }
@@ -185,10 +189,7 @@ struct LaneRow {
     // Starts the index load; the rest follows in `settle`, after other work.
     MDI_DEVICE static int load(const SparseParams& params, const Cursor& at, int tile_row) {
         const int slot = at.first_slot + tile_row;
-        if (at.done(params) || slot >= at.num_lanes) return -1;
-        const int64_t token_idx = token_of(params, at.item);
-        return slot < params.num_window ? params.window_idx[token_idx * params.num_window + slot]
-                                        : params.compressed_idx[token_idx * params.num_picks + slot - params.num_window];
+        return slot < at.num_lanes ? (slot < params.num_window ? at.window_lanes : at.pick_lanes)[slot] : -1;
     }
     MDI_DEVICE void settle(const SparseParams& params, int loaded, int slot) {
         const bool in_window = slot < params.num_window;
@@ -239,39 +240,37 @@ MDI_DEVICE void expand_codes(const uint4& codes, uint32_t scale, uint4 (&out)[2]
 //   compressed: unit `part` of each 64 bytes = 32 columns = four chunks of atom 2 * quarter + part / 2
 //   window: unit (part % 2) * 2 + part / 2 of each 64 bytes = 16 columns = two chunks of an atom
 struct Packed {
-    uint32_t lane_slot, barrier;  // the lane's row; the warp's barrier
-    uint32_t parity;
-    uint4 codes[2];               // compressed: of two quarters; window: two atoms of one
-    uint32_t scales[2];           // compressed: two bytes a quarter; window: the eight of the piece
+    uint32_t lane_slot;    // of the lane's row
+    uint4 codes[2];        // compressed: of two quarters; window: two atoms of one
+    uint32_t scales[2];    // compressed: two bytes a quarter; window: the eight of the piece
 
     MDI_DEVICE static int row_of(int lane) { return lane / 2 % 8; }
     MDI_DEVICE static int part_of(int lane) { return lane % 2 + lane / 16 * 2; }
 
     MDI_DEVICE Packed(const SharedStorage& shared, int warp, int lane)
-        : lane_slot(address_of(shared.packed[warp]) + row_of(lane) * kPackedPitch), barrier(address_of(&shared.packed_full[warp])), parity(0) {}
+        : lane_slot(address_of(shared.packed[warp]) + row_of(lane) * kPackedPitch) {}
 
-    // Starts the copies of piece 0 or 1; all lanes. A skipped row is not read.
+    // Starts the copies of the lane's quarter of piece 0 or 1, as one group; all lanes. A skipped row is not read.
     template <int kPiece>
-    MDI_DEVICE void start(const SparseParams& params, const LaneRow& from, int lane) const {
-        const bool copies = part_of(lane) == 0 && (kPiece == 0 ? from.any() : from.window);
-        const uint32_t windows = __ballot_sync(~0u, copies && from.window), others = __ballot_sync(~0u, copies && !from.window);
-        if (lane == 0) {
-            ptx::mbarrier_arrive_expect_tx(barrier, __popc(windows) * (256 + 16) + __popc(others) * kCompressedRowBytes);
+    MDI_DEVICE void start(const SparseParams& params, const LaneRow& from, int part) const {
+        __syncwarp();  // every lane has read the piece that is overwritten
+        const uint32_t to = lane_slot + part * 16;
+        if (kPiece == 0 ? from.any() : from.window) {
+            const uint8_t* bytes = from.window ? params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes + kPiece * 256
+                                               : params.compressed + static_cast<int64_t>(from.idx) * kCompressedRowBytes;
+            bytes += part * 16;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) ptx::cp_async_16(to + 64 * i, bytes + 64 * i);
+            // Scales: 32 bytes behind the 256 codes of a compressed row, 16 behind the 512 of a window row
+            if (part < (from.window ? 1 : 2)) ptx::cp_async_16(to + 256, bytes + (from.window ? kHeadDim - kPiece * 256 : 256));
         }
-        __syncwarp();  // also: every lane has read the piece that is overwritten
-        if (copies) {
-            if (from.window) {
-                const uint8_t* bytes = params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes;
-                ptx::bulk_load(lane_slot, bytes + 256 * kPiece, 256, barrier);
-                ptx::bulk_load(lane_slot + 256, bytes + kHeadDim, 16, barrier);
-            } else {
-                ptx::bulk_load(lane_slot, params.compressed + static_cast<int64_t>(from.idx) * kCompressedRowBytes, kCompressedRowBytes, barrier);
-            }
-        }
+        ptx::cp_async_commit();
     }
-    MDI_DEVICE void wait() {
-        ptx::mbarrier_wait(barrier, parity);
-        parity ^= 1;
+    // All lanes: the copies of all but the latest kPending groups are there.
+    template <int kPending>
+    MDI_DEVICE static void wait() {
+        ptx::cp_async_wait<kPending>();
+        __syncwarp();
     }
     // The lane's bytes for a quarter, and for the next one if it is even and the row compressed
     template <int kQuarter>
@@ -335,29 +334,50 @@ struct Producer {
         return params.q + token_of(params, item) * params.q_stride_token + static_cast<int64_t>(first_head) * kHeadDim;
     }
 
-    // Q of an item: copied as it is, while the first K tile is written; then permuted in place by the thread that copied it.
+    // Q of an item: copied as it is, while the first K tile is written; then permuted in place by the thread that copied it: one
+    // chunk of every fourth head. Heads h and h + 8 have the same swizzle.
+    static constexpr int kQuerySteps = kHeads * 64 / kProducerThreads, kHeadsPerStep = kHeads / kQuerySteps;
+    struct QueryPlace {
+        int first_head, chunk;  // chunk: of 64 in a row
+        uint32_t to[2];         // even, odd steps
+
+        MDI_DEVICE explicit QueryPlace(const SharedStorage& shared) {
+            const int thread = thread_index() - kConsumers * kGroupThreads;
+            first_head = thread / 64;
+            chunk = thread % 64;
+            const uint32_t atom = address_of(shared.q) + chunk / 8 * kAtomBytes;
+            to[0] = atom + atom_offset(first_head, chunk % 8);
+            to[1] = atom + atom_offset(first_head + kHeadsPerStep, chunk % 8);
+        }
+        MDI_DEVICE uint32_t at(int step) const { return to[step % 2] + step / 2 * (2 * kHeadsPerStep * 128); }
+    };
     MDI_DEVICE void start_query(int item, int item_count) const {
         int num_heads;
         const bf16* from = query(item, num_heads);
         ptx::mbarrier_wait(address_of(&shared.q_empty), (item_count & 1) ^ 1);
-        const int thread = thread_index() - kConsumers * kGroupThreads, chunk = thread % 64;  // of 64 in a row
-        uint8_t* to = shared.q + chunk / 8 * kAtomBytes;
-#pragma unroll 2
-        for (int head = thread / 64; head < num_heads; head += kProducerThreads / 64) {
-            ptx::cp_async_16(address_of(to + atom_offset(head, chunk % 8)), from + head * kHeadDim + chunk * 8);
+        const QueryPlace place(shared);
+        from += place.first_head * kHeadDim + place.chunk * 8;
+#pragma unroll
+        for (int step = 0; step < kQuerySteps; ++step) {
+            if (place.first_head + step * kHeadsPerStep < num_heads) {
+                ptx::cp_async_16(place.at(step), from + step * kHeadsPerStep * kHeadDim);
+            }
         }
         ptx::cp_async_commit();
     }
     MDI_DEVICE void finish_query(int item) const {
-        const int num_heads = min_of(kHeads, params.num_heads - first_head_of(params, item)), thread = thread_index() - kConsumers * kGroupThreads, chunk = thread % 64;
-        uint8_t* to = shared.q + chunk / 8 * kAtomBytes;
-        ptx::cp_async_wait<0>();
-#pragma unroll 2
-        for (int head = thread / 64; head < kHeads; head += kProducerThreads / 64) {
-            uint4* at = reinterpret_cast<uint4*>(to + atom_offset(head, chunk % 8));
-            uint4 v = make_uint4(0, 0, 0, 0);
-            if (head < num_heads) v = *at;
-            *at = to_key_order(v);
+        const int num_heads = min_of(kHeads, params.num_heads - first_head_of(params, item));
+        const QueryPlace place(shared);
+#pragma unroll
+        for (int step = 0; step < kQuerySteps; step += 4) {
+            uint4 v[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[i] = Packed::load_shared_16(place.at(step + i));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const bool there = place.first_head + (step + i) * kHeadsPerStep < num_heads;
+                TileWriter::store(place.at(step + i), there ? to_key_order(v[i]) : make_uint4(0, 0, 0, 0));
+            }
         }
         ptx::fence_proxy_async();
         __syncwarp();
@@ -367,7 +387,7 @@ struct Producer {
             int lines;
             const uint8_t* line = reinterpret_cast<const uint8_t*>(query(next, lines));
             lines *= kHeadDim * 2 / 128;
-            for (int i = thread; i < lines; i += kProducerThreads) prefetch_l2(line + i * 128);
+            for (int i = thread_index() - kConsumers * kGroupThreads; i < lines; i += kProducerThreads) prefetch_l2(line + i * 128);
         }
     }
 
@@ -393,8 +413,8 @@ struct Producer {
             TileWriter::store((to.compressed ^ 48) + tile, expand_nibbles(v.w, factor[1]));
         }
         const uint32_t valid = kQuarter == kQuarters - 1 ? __ballot_sync(~0u, row.any()) : 0;
+        ptx::fence_proxy_async();
         __syncwarp();
-        // The fence between these stores and the wgmma that reads them is the consumer's.
         if (lane == 0) {
             if (kQuarter == kQuarters - 1) {  // a bit per row: those of lanes 0, 2, ... 14
                 uint32_t bits = valid & 0x5555u;
@@ -417,7 +437,7 @@ struct Producer {
         int item = at.item, next_item;  // the number of items: none
         bool is_first = true, next_is_first;
         row.settle(params, LaneRow::load(params, at, tile_row), at.first_slot + tile_row);
-        packed.start<0>(params, row, lane);
+        packed.start<0>(params, row, part);
         at.advance(params);
         next_row.settle(params, LaneRow::load(params, at, tile_row), at.first_slot + tile_row);
         next_item = at.item;
@@ -432,22 +452,33 @@ struct Producer {
 
             const bool halves = __any_sync(~0u, row.window);
             const uint32_t parity = (b >> 1 & 1) ^ 1;
-            packed.wait();
+            if (is_first) {
+                Packed::wait<1>();  // Q came after
+            } else {
+                Packed::wait<0>();
+            }
             packed.take<0>(row, part);
             ptx::mbarrier_wait(address_of(&shared.empty[buffer][0]), parity);
             write_quarter<0>(to, packed, row, part, buffer);
             packed.take<1>(row, part);
-            if (halves) packed.start<1>(params, row, lane);
+            if (halves) packed.start<1>(params, row, part);
             write_quarter<1>(to, packed, row, part, buffer);
-            if (halves) packed.wait();
+            if (is_first) {
+                if (halves) {
+                    Packed::wait<1>();  // the second half came after
+                } else {
+                    Packed::wait<0>();
+                }
+                finish_query(item);
+            }
+            if (halves) Packed::wait<0>();
             packed.take<2>(row, part);
-            if (!halves) packed.start<0>(params, next_row, lane);
+            if (!halves) packed.start<0>(params, next_row, part);
             ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
             write_quarter<2>(to, packed, row, part, buffer);
             packed.take<3>(row, part);
-            if (halves) packed.start<0>(params, next_row, lane);
+            if (halves) packed.start<0>(params, next_row, part);
             write_quarter<3>(to, packed, row, part, buffer);
-            if (is_first) finish_query(item);
             row = next_row;
             item = next_item;
             is_first = next_is_first;
@@ -498,7 +529,6 @@ struct Consumer {
     // The other consumer's step b: waits for its P, adjusts to its maximum and starts O += P V.
     MDI_DEVICE void start_other(int b, bool started) {
         ptx::mbarrier_wait(address_of(&shared.p_ready[other]), b >> 1 & 1);
-        ptx::fence_proxy_async();
         const float new_max[2] = {shared.row_max[other][row], shared.row_max[other][row + 8]};
         rescale(new_max, started);
         const Descriptor p(shared.p[other], 16), v = values(other);
@@ -520,7 +550,6 @@ struct Consumer {
 #pragma unroll
         for (int quarter = kFirst; quarter < kEnd; ++quarter) {
             ptx::mbarrier_wait(address_of(&shared.full[group][quarter]), b >> 1 & 1);
-            ptx::fence_proxy_async();  // the producer's stores to K, for the wgmma of both consumers (p_ready orders the other)
             if (quarter == 0) fence_registers(s);
             wgmma_fence();
 #pragma unroll
@@ -774,7 +803,6 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
         }
         ptx::mbarrier_init(address_of(&shared.q_full), kProducerWarps);    // a lane of each
         ptx::mbarrier_init(address_of(&shared.q_empty), 8);
-        for (uint64_t& packed : shared.packed_full) ptx::mbarrier_init(address_of(&packed), 1);
         ptx::fence_mbarrier_init();
     }
     if (static_cast<int>(threadIdx.x) < min_of(params.num_heads, kHeads)) {
