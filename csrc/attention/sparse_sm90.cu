@@ -30,118 +30,33 @@
 // A lane that is negative, at or past compressed_len, or outside the pool is never read through: zero row, score -inf. A
 // token without a valid lane gives 0. Results depend on nothing but the token itself. Limits: D = 512, H <= 128.
 // SASS: HGMMA
-#include <cuda_bf16.h>
-
-#include "attention/attention.h"
-#include "attention/row_codec.cuh"
+#include "attention/sparse_sm90.cuh"
 #include "common/launch.h"
-#include "common/ptx_sm90.cuh"
-#include "common/wgmma_sm90.cuh"
 
 namespace mdi::attention {
 namespace {
 
-using bf16 = __nv_bfloat16;
+using namespace sm90;
 
-constexpr int kHeads = 64;  // M of the products
-constexpr int kSlots = 64;  // slots of a step
 constexpr int kConsumers = 2;
-constexpr int kGroupThreads = 128;
-constexpr int kProducerThreads = 2 * kGroupThreads;
+constexpr int kProducerThreads = kExpanderThreads;
 constexpr int kThreads = kConsumers * kGroupThreads + kProducerThreads;
 constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;
-constexpr int kAtomBytes = 64 * 128;                  // 64 rows of 64 bf16 columns
-constexpr int kAtoms = kHeadDim / 64;
-constexpr int kTileBytes = kAtoms * kAtomBytes;
-constexpr int kQuarters = 4;                          // parts of a K tile, two atoms each: S starts on the first
 constexpr int kHalfDims = kHeadDim / kConsumers;      // dims of O a consumer owns
 constexpr int kProducerWarps = kProducerThreads / 32;
-constexpr int kWarpRows = kSlots / kProducerWarps;    // rows of a step a producer warp expands, four lanes each
-constexpr int kPackedPitch = kCompressedRowBytes;     // bytes from one packed row in shared memory to the next
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kMaxStart = -1e30f;                   // finite: a masked step must not make NaN
-constexpr float kMaxSlack = 8.f;                      // how far (log2) scores may exceed the maximum that P refers to
 constexpr uint32_t kConsumerBarrier = 1, kGroupBarrier = 2;  // named barriers; kGroupBarrier + consumer
 
 struct SharedStorage {
     uint8_t q[kTileBytes];
     uint8_t k[2][kTileBytes];
     uint8_t p[kConsumers][kAtomBytes];
-    uint8_t packed[kProducerWarps][kWarpRows * kPackedPitch];
+    uint8_t packed[kProducerWarps][kPackedWarpBytes];
     float row_max[kConsumers][kHeads];      // running maximum (in log2) after the consumer's latest step
     float sink[kHeads];                     // of the only block of heads, in log2
     uint32_t valid[2][2];                   // bit s: slot s of the step may be seen; a byte per producer warp
     uint64_t full[2][kQuarters], empty[2][kConsumers], p_ready[kConsumers], q_full, q_empty;
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
-
-// threadIdx.x read anew: not kept in a register over the inner loop.
-MDI_DEVICE int thread_index() {
-    int index;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-    return index;
-}
-
-// Where row r, 16-byte chunk c of an atom lies (both tile and atom start at a multiple of 1024)
-MDI_DEVICE uint32_t atom_offset(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
-
-MDI_DEVICE uint32_t address_of(const void* shared) { return ptx::smem_address(shared); }
-
-// Descriptors here differ only in their low word, address and all, so that a step is one 32-bit addition in a uniform
-// register. The address goes through an opaque move: otherwise the compiler keeps all 40 of them in registers or spills.
-struct Descriptor {
-    uint32_t low, high;
-
-    MDI_DEVICE Descriptor(const void* tile, uint32_t leading_bytes) {
-        uint32_t address = address_of(tile);
-        opaque(address);
-        const uint64_t whole = smem_descriptor(address, Swizzle::k128B, leading_bytes, 1024);
-        low = static_cast<uint32_t>(whole);
-        high = static_cast<uint32_t>(smem_descriptor(0, Swizzle::k128B, 0, 1024) >> 32);
-    }
-    MDI_DEVICE static void opaque(uint32_t& x) {
-#if defined(__CUDA_ARCH__)
-        asm volatile("mov.b32 %0, %0;" : "+r"(x));
-#endif
-    }
-    MDI_DEVICE uint64_t at(uint32_t bytes) const { return static_cast<uint64_t>(high) << 32 | (low + (bytes >> 4)); }
-};
-
-// Stores a warpgroup's 64 x 64 bf16 matrix, held as wgmma accumulators packed in pairs (pair 2t + h: columns 8t.. of row half
-// h), to one swizzled atom.
-struct AtomWriter {
-    uint32_t row_address, chunk_bits;
-
-    MDI_DEVICE explicit AtomWriter(uint8_t* atom) {  // lane l gives row l % 8 of matrix l / 8 of four
-        const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16, column_tile = threadIdx.x / 16 % 2;
-        row_address = address_of(atom) + row * 128;
-        chunk_bits = (column_tile ^ (row & 7)) << 4;
-    }
-    MDI_DEVICE void store(const uint32_t (&pairs)[16]) const {
-#pragma unroll
-        for (int t = 0; t < 8; t += 2) {
-            ptx::stmatrix_x4(row_address + (chunk_bits ^ (t << 4)), pairs[2 * t], pairs[2 * t + 1], pairs[2 * t + 2], pairs[2 * t + 3]);
-        }
-    }
-};
-
-// ---- items ---------------------------------------------------------------------------------------------------------
-
-// A token is one item, or two above 64 heads.
-static_assert(kMaxHeads == 2 * kHeads);
-MDI_DEVICE int second_block(const SparseParams& params) { return params.num_heads > kHeads ? 1 : 0; }
-MDI_DEVICE int num_items(const SparseParams& params) { return params.num_tokens << second_block(params); }
-MDI_DEVICE int token_of(const SparseParams& params, int item) { return item >> second_block(params); }
-MDI_DEVICE int first_head_of(const SparseParams& params, int item) { return (item & second_block(params)) * kHeads; }
-
-// Lanes of an item's token that count; `length`: its compressed_len
-MDI_DEVICE int lanes_of(const SparseParams& params, int length) {
-    return params.num_window + min_of(params.num_picks, max_of(length, 0));
-}
-MDI_DEVICE int length_of(const SparseParams& params, int item) {
-    if (params.compressed_len == nullptr || item >= num_items(params)) return params.num_picks;
-    return __ldg(params.compressed_len + token_of(params, item));
-}
 
 // ---- producer ------------------------------------------------------------------------------------------------------
 
@@ -179,144 +94,11 @@ struct Cursor {
     }
 };
 
-// The row of a step that one producer lane serves, with three other lanes of its warp.
-struct LaneRow {
-    int idx;      // row of its pool, negative: none
-    bool window;  // it is a window row
-
-    MDI_DEVICE bool any() const { return idx >= 0; }
-
-    // Starts the index load; the rest follows in `settle`, after other work.
-    MDI_DEVICE static int load(const SparseParams& params, const Cursor& at, int tile_row) {
-        const int slot = at.first_slot + tile_row;
-        return slot < at.num_lanes ? (slot < params.num_window ? at.window_lanes : at.pick_lanes)[slot] : -1;
-    }
-    MDI_DEVICE void settle(const SparseParams& params, int loaded, int slot) {
-        const bool in_window = slot < params.num_window;
-        const int limit = in_window ? params.num_window_rows : params.num_compressed_rows;
-        idx = static_cast<uint32_t>(loaded) < static_cast<uint32_t>(limit) ? loaded : -1;
-        window = any() && in_window;
-    }
-};
-
-// Eight E2M1 codes times scale * 2^117 as row_codec.cuh's expand_fp4: the same bits with fewer shifts. A nibble times
-// 2^12 + 2^6 puts its sign and its magnitude where bf16 wants them; what else appears is masked off.
-MDI_DEVICE uint4 expand_nibbles(uint32_t codes, uint32_t factor) {
-    constexpr uint32_t kKept = 0x81c081c0u;
-    const uint32_t upper = codes >> 8;
-    return make_uint4(bf16x2_product((codes & 0x000f000fu) * 0x1040u & kKept, factor),
-                      bf16x2_product((codes & 0x00f000f0u) * 0x0104u & kKept, factor),
-                      bf16x2_product((upper & 0x000f000fu) * 0x1040u & kKept, factor),
-                      bf16x2_product((upper & 0x00f000f0u) * 0x0104u & kKept, factor));
+// A lane's row number at the cursor: starts the load; LaneRow::settle takes it after other work.
+MDI_DEVICE int load_index(const SparseParams& params, const Cursor& at, int tile_row) {
+    const int slot = at.first_slot + tile_row;
+    return slot < at.num_lanes ? (slot < params.num_window ? at.window_lanes : at.pick_lanes)[slot] : -1;
 }
-
-// Sixteen E4M3 codes of one scale as expand_fp8 with fp8_factor would: the same bits with one product instead of two unless the
-// scale is above 2^16. A NaN code makes all sixteen NaN.
-MDI_DEVICE void expand_codes(const uint4& codes, uint32_t scale, uint4 (&out)[2]) {
-    constexpr uint32_t kMagnitude = 0x07f007f0u, kSign = 0x80008000u, kBits = 0x7f7f7f7fu, kOnes = 0x01010101u;
-    constexpr uint32_t kLargest = 254 - 111;  // with the 2^120 that make a code's bits its value
-    const uint32_t nan = ((codes.x & kBits) + kOnes) | ((codes.y & kBits) + kOnes) | ((codes.z & kBits) + kOnes) | ((codes.w & kBits) + kOnes);
-    uint32_t factor = (scale <= kLargest ? scale + 111 : 247) * 0x00800080u;
-    if ((nan & 0x80808080u) != 0) factor = 0x7fff7fffu;
-    const auto pair = [=](uint32_t low, uint32_t high, uint32_t select) {
-        const uint32_t t = __byte_perm(low, high, select);  // a code in both bytes of each half
-        return bf16x2_product((t * 16 & kMagnitude) | (t & kSign), factor);
-    };
-    out[0] = make_uint4(pair(codes.x, codes.y, 0x4400), pair(codes.x, codes.y, 0x5511), pair(codes.x, codes.y, 0x6622), pair(codes.x, codes.y, 0x7733));
-    out[1] = make_uint4(pair(codes.z, codes.w, 0x4400), pair(codes.z, codes.w, 0x5511), pair(codes.z, codes.w, 0x6622), pair(codes.z, codes.w, 0x7733));
-    if (scale > kLargest) {
-        const uint32_t rest = fp8_factor(scale);
-#pragma unroll
-        for (uint4& v : out) {
-            v = make_uint4(bf16x2_product(v.x, rest), bf16x2_product(v.y, rest), bf16x2_product(v.z, rest), bf16x2_product(v.w, rest));
-        }
-    }
-}
-
-// A warp's packed bytes: eight rows in shared memory, filled by bulk copies, and from there to registers at once, so that the
-// next rows are on their way while these are expanded. A piece is a compressed row or half a window row (256 codes and all
-// scale bytes). Lane l serves row l / 2 % 8 with lanes l ^ 1, l ^ 16: of four units of 16 bytes each takes one, so that eight
-// neighbouring lanes (four rows, two units) hit all banks, here and in the tile.
-//   compressed: unit `part` of each 64 bytes = 32 columns = four chunks of atom 2 * quarter + part / 2
-//   window: unit (part % 2) * 2 + part / 2 of each 64 bytes = 16 columns = two chunks of an atom
-struct Packed {
-    uint32_t lane_slot;    // of the lane's row
-    uint4 codes[2];        // compressed: of two quarters; window: two atoms of one
-    uint32_t scales[2];    // compressed: two bytes a quarter; window: the eight of the piece
-
-    MDI_DEVICE static int row_of(int lane) { return lane / 2 % 8; }
-    MDI_DEVICE static int part_of(int lane) { return lane % 2 + lane / 16 * 2; }
-
-    MDI_DEVICE Packed(const SharedStorage& shared, int warp, int lane)
-        : lane_slot(address_of(shared.packed[warp]) + row_of(lane) * kPackedPitch) {}
-
-    // Starts the copies of the lane's quarter of piece 0 or 1, as one group; all lanes. A skipped row is not read.
-    template <int kPiece>
-    MDI_DEVICE void start(const SparseParams& params, const LaneRow& from, int part) const {
-        __syncwarp();  // every lane has read the piece that is overwritten
-        const uint32_t to = lane_slot + part * 16;
-        if (kPiece == 0 ? from.any() : from.window) {
-            const uint8_t* bytes = from.window ? params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes + kPiece * 256
-                                               : params.compressed + static_cast<int64_t>(from.idx) * kCompressedRowBytes;
-            bytes += part * 16;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) ptx::cp_async_16(to + 64 * i, bytes + 64 * i);
-            // Scales: 32 bytes behind the 256 codes of a compressed row, 16 behind the 512 of a window row
-            if (part < (from.window ? 1 : 2)) ptx::cp_async_16(to + 256, bytes + (from.window ? kHeadDim - kPiece * 256 : 256));
-        }
-        ptx::cp_async_commit();
-    }
-    // All lanes: the copies of all but the latest kPending groups are there.
-    template <int kPending>
-    MDI_DEVICE static void wait() {
-        ptx::cp_async_wait<kPending>();
-        __syncwarp();
-    }
-    // The lane's bytes for a quarter, and for the next one if it is even and the row compressed
-    template <int kQuarter>
-    MDI_DEVICE void take(const LaneRow& from, int part) {
-        if (from.window) {
-            const uint32_t unit = lane_slot + (part % 2 * 2 + part / 2) * 16 + kQuarter % 2 * 128;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) codes[i] = load_shared_16(unit + 64 * i);
-            if (kQuarter % 2 == 0) load_shared_8(lane_slot + 256 + kQuarter / 2 * 8, scales[0], scales[1]);
-        } else if (kQuarter % 2 == 0) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                codes[i] = load_shared_16(lane_slot + 16 * part + 64 * (kQuarter + i));
-                scales[i] = from.any() ? load_shared_2(lane_slot + 256 + 2 * part + 8 * (kQuarter + i)) : 0;  // any code times 0 is 0
-            }
-        }
-    }
-    static MDI_DEVICE uint4 load_shared_16(uint32_t address) {
-        uint4 v;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-        return v;
-    }
-    static MDI_DEVICE void load_shared_8(uint32_t address, uint32_t& x, uint32_t& y) {
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address) : "memory");
-    }
-    static MDI_DEVICE uint32_t load_shared_2(uint32_t address) {
-        uint16_t v;
-        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
-        return v;
-    }
-};
-
-// Where a lane's chunks lie in the first atoms of K tile 0 (see Packed for the columns): the first one, the others differ in
-// address bits 4 and 5.
-struct TileWriter {
-    uint32_t compressed, window;
-
-    MDI_DEVICE TileWriter(const SharedStorage& shared, int tile_row, int part) {
-        const uint32_t first = address_of(shared.k[0]) + atom_offset(tile_row, part % 2 * 4);
-        compressed = first + part / 2 * kAtomBytes;
-        window = first ^ (part / 2 << 5);
-    }
-    static MDI_DEVICE void store(uint32_t address, const uint4& v) {
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-    }
-};
 
 MDI_DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
@@ -372,11 +154,11 @@ struct Producer {
         for (int step = 0; step < kQuerySteps; step += 4) {
             uint4 v[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[i] = Packed::load_shared_16(place.at(step + i));
+            for (int i = 0; i < 4; ++i) v[i] = load_shared_v4(place.at(step + i));
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const bool there = place.first_head + (step + i) * kHeadsPerStep < num_heads;
-                TileWriter::store(place.at(step + i), there ? to_key_order(v[i]) : make_uint4(0, 0, 0, 0));
+                store_shared_v4(place.at(step + i), there ? to_key_order(v[i]) : make_uint4(0, 0, 0, 0));
             }
         }
         ptx::fence_proxy_async();
@@ -391,37 +173,16 @@ struct Producer {
         }
     }
 
-    // One quarter of the row's step, from registers to the K tile. Rows of a warp may differ in kind.
+    // One quarter of the row's step, from registers to the K tile
     template <int kQuarter>
-    MDI_DEVICE void write_quarter(const TileWriter& to, const Packed& packed, const LaneRow& row, int part, int buffer) const {
-        const uint32_t tile = buffer * kTileBytes + 2 * kQuarter * kAtomBytes;
-        if (row.window) {
-#pragma unroll
-            for (int atom = 0; atom < 2; ++atom) {
-                uint4 chunks[2];
-                expand_codes(packed.codes[atom], packed.scales[kQuarter % 2] >> (8 * (2 * atom + part % 2)) & 0xffu, chunks);
-                TileWriter::store(to.window + tile + atom * kAtomBytes, chunks[0]);
-                TileWriter::store((to.window ^ 16) + tile + atom * kAtomBytes, chunks[1]);
-            }
-        } else {
-            const uint4& v = packed.codes[kQuarter % 2];
-            uint32_t factor[2];
-            fp4_factors(packed.scales[kQuarter % 2], factor);
-            TileWriter::store(to.compressed + tile, expand_nibbles(v.x, factor[0]));
-            TileWriter::store((to.compressed ^ 16) + tile, expand_nibbles(v.y, factor[0]));
-            TileWriter::store((to.compressed ^ 32) + tile, expand_nibbles(v.z, factor[1]));
-            TileWriter::store((to.compressed ^ 48) + tile, expand_nibbles(v.w, factor[1]));
-        }
-        const uint32_t valid = kQuarter == kQuarters - 1 ? __ballot_sync(~0u, row.any()) : 0;
-        ptx::fence_proxy_async();
+    MDI_DEVICE void write_quarter(const LaneChunks& to, const Packed& packed, const LaneRow& row, int part, int buffer) const {
+        expand_quarter<kQuarter>(to, packed, row, part, buffer * kTileBytes, store_shared_v4);
+        uint8_t valid = 0;
+        if (kQuarter == kQuarters - 1) valid = valid_rows(row);
+        ptx::fence_proxy_async();  // for the wgmma of both consumers (p_ready orders the other one)
         __syncwarp();
         if (lane == 0) {
-            if (kQuarter == kQuarters - 1) {  // a bit per row: those of lanes 0, 2, ... 14
-                uint32_t bits = valid & 0x5555u;
-                bits = (bits | bits >> 1) & 0x3333u;
-                bits = (bits | bits >> 2) & 0x0f0fu;
-                reinterpret_cast<uint8_t*>(shared.valid[buffer])[warp] = static_cast<uint8_t>(bits | bits >> 4);
-            }
+            if (kQuarter == kQuarters - 1) reinterpret_cast<uint8_t*>(shared.valid[buffer])[warp] = valid;
             ptx::mbarrier_arrive(address_of(&shared.full[buffer][kQuarter]));
         }
     }
@@ -429,17 +190,17 @@ struct Producer {
     MDI_DEVICE void run() {
         Cursor at(params, blockIdx.x);
         if (at.done(params)) return;
-        Packed packed(shared, warp, lane);
+        Packed packed(shared.packed[warp], lane);
         const int tile_row = warp * kWarpRows + Packed::row_of(lane), part = Packed::part_of(lane);
-        const TileWriter to(shared, tile_row, part);
+        const LaneChunks to(address_of(shared.k[0]), tile_row, part);
         // Three steps are under way: one in registers, the next one's rows being copied, row numbers of the one after that.
         LaneRow row, next_row;
         int item = at.item, next_item;  // the number of items: none
         bool is_first = true, next_is_first;
-        row.settle(params, LaneRow::load(params, at, tile_row), at.first_slot + tile_row);
+        row.settle(params, load_index(params, at, tile_row), at.first_slot + tile_row);
         packed.start<0>(params, row, part);
         at.advance(params);
-        next_row.settle(params, LaneRow::load(params, at, tile_row), at.first_slot + tile_row);
+        next_row.settle(params, load_index(params, at, tile_row), at.first_slot + tile_row);
         next_item = at.item;
         next_is_first = at.first_slot == 0;
 
@@ -448,7 +209,7 @@ struct Producer {
             const int buffer = b & 1;
             if (is_first) start_query(item, item_count++);
             at.advance(params);
-            const int idx_ahead = LaneRow::load(params, at, tile_row);
+            const int idx_ahead = load_index(params, at, tile_row);
 
             const bool halves = __any_sync(~0u, row.window);
             const uint32_t parity = (b >> 1 & 1) ^ 1;
@@ -515,8 +276,8 @@ struct Consumer {
         const float alpha[2] = {ptx::exp2_approx(m[0] - new_max[0]), ptx::exp2_approx(m[1] - new_max[1])};
         m[0] = new_max[0];
         m[1] = new_max[1];
-        sum[0] *= alpha[0];
-        sum[1] *= alpha[1];
+        sum[0] = __fmul_rn(sum[0], alpha[0]);
+        sum[1] = __fmul_rn(sum[1], alpha[1]);
         if (started && __any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f)) {
 #pragma unroll
             for (int i = 0; i < kHalfDims / 2; ++i) o[i / 64][i % 64] *= alpha[i / 2 % 2];
@@ -561,42 +322,8 @@ struct Consumer {
         }
     }
 
-    // Scales (to log2) and masks the scores, and returns the new running maximum (equal in the four lanes of a row). It moves
-    // only when it must, so that O is hardly ever rescaled: P is at most 2^kMaxSlack.
-    MDI_DEVICE void mask_and_max(float (&s)[kSlots / 2], float (&new_max)[2]) const {
-        const float scale = params.softmax_scale * (kKeyFactor * kLog2e);
-        float top[2] = {m[0], m[1]};
-#pragma unroll
-        for (int i = 0; i < kSlots / 2; ++i) s[i] *= scale;
-        const uint32_t valid[2] = {shared.valid[group][0], shared.valid[group][1]};
-        if ((valid[0] & valid[1]) != ~0u) {
-            const int shift = 2 * (lane % 4);
-#pragma unroll
-            for (int i = 0; i < kSlots / 2; ++i) {
-                const int tile = i / 4;  // slots 8 * tile + 2 * (lane % 4) + i % 2
-                if ((valid[tile / 4] >> shift >> (8 * (tile % 4) + i % 2) & 1) == 0) s[i] = -INFINITY;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kSlots / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
-#pragma unroll
-        for (int f = 0; f < 2; ++f) {
-            top[f] = fmaxf(top[f], __shfl_xor_sync(~0u, top[f], 1));
-            top[f] = fmaxf(top[f], __shfl_xor_sync(~0u, top[f], 2));
-            new_max[f] = top[f] > m[f] + kMaxSlack ? top[f] : m[f];
-        }
-    }
-
-    // p = 2^(s - max): the sum takes it unrounded, the products rounded. Publishes P and the maximum to the other consumer.
-    MDI_DEVICE void probabilities(const float (&s)[kSlots / 2], const float (&new_max)[2], float (&part)[2],
-                                  uint32_t (&p)[kSlots / 4]) {
-        part[0] = part[1] = 0.f;
-#pragma unroll
-        for (int i = 0; i < kSlots / 4; ++i) {
-            const float p0 = ptx::exp2_approx(s[2 * i] - new_max[i % 2]), p1 = ptx::exp2_approx(s[2 * i + 1] - new_max[i % 2]);
-            part[i % 2] += p0 + p1;
-            p[i] = ptx::pack_bf16x2(p0, p1);
-        }
+    // Publishes P and the maximum it refers to to the other consumer.
+    MDI_DEVICE void publish(const uint32_t (&p)[kSlots / 4], const float (&new_max)[2]) const {
         AtomWriter(shared.p[group]).store(p);
         if (lane % 4 == 0) {
             shared.row_max[group][row] = new_max[0];
@@ -658,8 +385,12 @@ struct Consumer {
         }
         fence_registers(s);
         if (is_last) arrive(shared.q_empty);
-        mask_and_max(s, new_max);
-        probabilities(s, new_max, part, p);
+        new_max[0] = m[0], new_max[1] = m[1];
+        scale_and_mask(s, params.softmax_scale, shared.valid[group][0], shared.valid[group][1], lane, new_max);
+        new_max[0] = next_max(m[0], new_max[0]);
+        new_max[1] = next_max(m[1], new_max[1]);
+        exponentiate(s, new_max, part, p);
+        publish(p, new_max);
         if constexpr (kWhen == Other::kAfter) {
             wgmma_wait<0>();
             arrive(shared.empty[other][group]);
@@ -713,7 +444,7 @@ struct Consumer {
         for (int f = 0; f < 2; ++f) {
             const int head = row + 8 * f;
             sink[f] = 0.f;
-            if (head < num_heads) sink[f] = params.num_heads > kHeads ? __ldg(params.sink + first_head + head) * kLog2e : shared.sink[head];
+            if (head < num_heads) sink[f] = params.num_heads > kHeads ? sink_of(params, first_head + head) : shared.sink[head];
             sum[f] += __shfl_xor_sync(~0u, sum[f], 1);
             sum[f] += __shfl_xor_sync(~0u, sum[f], 2);
             if (lane % 4 == 0) *sum_slot(other, head) = sum[f];
@@ -724,9 +455,7 @@ struct Consumer {
             const int head = row + 8 * f;
             const float others = *sum_slot(group, head);
             const float valid_sum = group == 0 ? sum[f] + others : others + sum[f];
-            const float exponent = sink[f] - m[f];
-            const float total = valid_sum + exp2f(exponent > 127.f ? 127.f : exponent);  // finite; a NaN sink stays NaN
-            factor[f] = valid_sum == 0.f ? 0.f : kKeyFactor / total;          // 0: no valid lane (the largest p is 1)
+            factor[f] = output_factor(valid_sum, sink[f], m[f]);
         }
         const int first_row = thread / 8, chunk = thread % 8;
         bf16* out = params.out + (static_cast<int64_t>(token_of(params, item)) * params.num_heads + first_head + first_row) * kHeadDim +
@@ -806,7 +535,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
         ptx::fence_mbarrier_init();
     }
     if (static_cast<int>(threadIdx.x) < min_of(params.num_heads, kHeads)) {
-        shared.sink[threadIdx.x] = __ldg(params.sink + threadIdx.x) * kLog2e;
+        shared.sink[threadIdx.x] = sink_of(params, threadIdx.x);
     }
     __syncthreads();
     const int role = threadIdx.x / kGroupThreads;
@@ -826,6 +555,9 @@ void launch_sparse_sm90(const SparseParams& params) {
     check_cuda("attention.sparse", cudaGetDevice(&device));
     check_cuda("attention.sparse", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
+#ifndef PROBE_NOSPLIT
+    if (items <= num_sms / kSplitBlocks) return launch_sparse_sm90_split(params);
+#endif
     const dim3 grid(min_of(items, num_sms));
     launch("attention.sparse", sparse_sm90_kernel, {grid, dim3(kThreads), sizeof(SharedStorage), params.stream}, params);
 }
