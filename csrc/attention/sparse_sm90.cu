@@ -538,7 +538,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
         shared.sink[threadIdx.x] = sink_of(params, threadIdx.x);
     }
     __syncthreads();
-    const int role = threadIdx.x / kGroupThreads;
+    const int role = __shfl_sync(~0u, threadIdx.x / kGroupThreads, 0);  // in a uniform register, and so all descriptors
     if (role >= kConsumers) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
         Producer(params, shared).run();
