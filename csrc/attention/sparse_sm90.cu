@@ -190,15 +190,15 @@ struct Producer {
     MDI_DEVICE void run() {
         Cursor at(params, blockIdx.x);
         if (at.done(params)) return;
-        Packed packed(shared.packed[warp], lane);
         const int tile_row = warp * kWarpRows + Packed::row_of(lane), part = Packed::part_of(lane);
+        Packed packed(shared.packed[warp], tile_row, lane);
         const LaneChunks to(address_of(shared.k[0]), tile_row, part);
         // Three steps are under way: one in registers, the next one's rows being copied, row numbers of the one after that.
         LaneRow row, next_row;
         int item = at.item, next_item;  // the number of items: none
         bool is_first = true, next_is_first;
         row.settle(params, load_index(params, at, tile_row), at.first_slot + tile_row);
-        packed.start<0>(params, row, part);
+        packed.start(params, row, part);
         at.advance(params);
         next_row.settle(params, load_index(params, at, tile_row), at.first_slot + tile_row);
         next_item = at.item;
@@ -211,34 +211,36 @@ struct Producer {
             at.advance(params);
             const int idx_ahead = load_index(params, at, tile_row);
 
-            const bool halves = __any_sync(~0u, row.window);
-            const uint32_t parity = (b >> 1 & 1) ^ 1;
+            // Does the warp have window rows; may the next rows come in when the first half of these is taken?
+            const bool windows = __any_sync(~0u, row.window), only_windows = __all_sync(~0u, row.window || !row.any());
+            const uint32_t parity = (b >> 1 & 1) ^ 1, tile = address_of(shared.k[buffer]);
             if (is_first) {
                 Packed::wait<1>();  // Q came after
             } else {
                 Packed::wait<0>();
             }
-            packed.take<0>(row, part);
+            packed.take<0>(row, part, tile);
             ptx::mbarrier_wait(address_of(&shared.empty[buffer][0]), parity);
-            write_quarter<0>(to, packed, row, part, buffer);
-            packed.take<1>(row, part);
-            if (halves) packed.start<1>(params, row, part);
-            write_quarter<1>(to, packed, row, part, buffer);
-            if (is_first) {
-                if (halves) {
-                    Packed::wait<1>();  // the second half came after
-                } else {
-                    Packed::wait<0>();
-                }
-                finish_query(item);
+            if (windows) {
+                ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
+                packed.start_second(params, row, part, tile);
             }
-            if (halves) Packed::wait<0>();
-            packed.take<2>(row, part);
-            if (!halves) packed.start<0>(params, next_row, part);
+            write_quarter<0>(to, packed, row, part, buffer);
+            packed.take<1>(row, part, tile);
+            if (only_windows) packed.start(params, next_row, part);
+            write_quarter<1>(to, packed, row, part, buffer);
+            if (only_windows) {
+                Packed::wait<1>();  // the next rows came after
+            } else if (windows || is_first) {
+                Packed::wait<0>();
+            }
+            if (is_first) finish_query(item);
+            packed.take<2>(row, part, tile);
+            if (!only_windows) packed.start(params, next_row, part);
             ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
             write_quarter<2>(to, packed, row, part, buffer);
-            packed.take<3>(row, part);
-            if (halves) packed.start<0>(params, next_row, part);
+            packed.take<3>(row, part, tile);
+            __syncwarp();  // the second half of every window row is taken
             write_quarter<3>(to, packed, row, part, buffer);
             row = next_row;
             item = next_item;
@@ -556,7 +558,7 @@ void launch_sparse_sm90(const SparseParams& params) {
     check_cuda("attention.sparse", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
 #ifndef PROBE_NOSPLIT
-    if (items <= num_sms / kSplitBlocks) return launch_sparse_sm90_split(params);
+    if (items <= num_sms / kSplitBlocks) return launch_sparse_split_sm90(params);
 #endif
     const dim3 grid(min_of(items, num_sms));
     launch("attention.sparse", sparse_sm90_kernel, {grid, dim3(kThreads), sizeof(SharedStorage), params.stream}, params);

@@ -1,4 +1,4 @@
-// What the two Hopper kernels of sparse attention share (sparse_sm90.cu, sparse_sm90_split.cu): tiles, items, packed rows and
+// What the two Hopper kernels of sparse attention share (sparse_sm90.cu, sparse_split_sm90.cu): tiles, items, packed rows and
 // their expansion to bf16, and the softmax of one step. They give the same bits because every step runs through the same
 // instructions: nothing in here may depend on how steps are spread over blocks, and products whose result meets a sum are
 // rounded on their own (__fmul_rn), whatever the compiler makes of the code around them.
@@ -19,7 +19,7 @@ namespace mdi::attention::sm90 {
 using bf16 = __nv_bfloat16;
 
 constexpr int kHeads = 64;  // M of the products
-constexpr int kSplitBlocks = 8;  // blocks of a cluster that share a token (sparse_sm90_split.cu)
+constexpr int kSplitBlocks = 8;  // blocks of a cluster that share a token (sparse_split_sm90.cu)
 constexpr int kSlots = 64;  // slots of a step
 constexpr int kGroupThreads = 128;
 constexpr int kAtomBytes = 64 * 128;                  // 64 rows of 64 bf16 columns
@@ -170,39 +170,56 @@ MDI_DEVICE void expand_codes(const uint4& codes, uint32_t scale, uint4 (&out)[2]
     }
 }
 
-// A warp's packed bytes: eight rows in shared memory, filled by bulk copies, and from there to registers at once, so that the
-// next rows are on their way while these are expanded. A piece is a compressed row or half a window row (256 codes and all
-// scale bytes). Lane l serves row l / 2 % 8 with lanes l ^ 1, l ^ 16: of four units of 16 bytes each takes one, so that eight
-// neighbouring lanes (four rows, two units) hit all banks, here and in the tile.
+// A warp's packed bytes: eight rows, copied asynchronously to shared memory and taken from there to registers as they are expanded,
+// so that the next rows are on their way meanwhile. Lane l serves row l / 2 % 8 with three other lanes: of four units of 16 bytes
+// each takes one, so that eight neighbouring lanes (four rows, two units) hit all banks, here and in the tile.
 //   compressed: unit `part` of each 64 bytes = 32 columns = four chunks of atom 2 * quarter + part / 2
-//   window: unit (part % 2) * 2 + part / 2 of each 64 bytes = 16 columns = two chunks of an atom
+//   window: unit window_unit(part) of each 64 bytes = 16 columns = two chunks of an atom
+// A compressed row (288 bytes) fits the warp's buffer. A window row does not: its second half goes to the last two atoms of the K
+// tile, which are written last.
 struct Packed {
-    uint32_t lane_slot;    // of the lane's row
-    uint4 codes[2];        // compressed: of two quarters; window: two atoms of one
-    uint32_t scales[2];    // compressed: two bytes a quarter; window: the eight of the piece
+    uint32_t lane_slot;          // the lane's row in the warp's buffer
+    uint32_t second;             // where the lane's unit of the second half of a window row lies in a K tile
+    uint4 codes[2];              // compressed: of two quarters; window: two atoms of one
+    uint32_t scales[2];          // compressed: two bytes a quarter; window: the eight of a half
+    uint32_t second_scales[2];
 
     MDI_DEVICE static int row_of(int lane) { return lane / 2 % 8; }
     MDI_DEVICE static int part_of(int lane) { return lane % 2 + lane / 16 * 2; }
+    MDI_DEVICE static int window_unit(int part) { return part % 2 * 2 + part / 2; }
 
     // staged: kPackedWarpBytes of this warp
-    MDI_DEVICE Packed(const void* staged, int lane) : lane_slot(address_of(staged) + row_of(lane) * kPackedPitch) {}
+    MDI_DEVICE Packed(const void* staged, int tile_row, int lane)
+        : lane_slot(address_of(staged) + row_of(lane) * kPackedPitch),
+          second((kAtoms - 2) * kAtomBytes + atom_offset(tile_row, window_unit(part_of(lane)))) {}
 
-    // Starts the copies of the lane's quarter of piece 0 or 1, as one group; all lanes. A skipped row is not read.
-    template <int kPiece>
+    // Starts the copies of a compressed row or of the first half of a window row, and all scales, as one group; all lanes. A
+    // skipped row is not read.
     MDI_DEVICE void start(const SparseParams& params, const LaneRow& from, int part) const {
-        __syncwarp();  // every lane has read the piece that is overwritten
+        __syncwarp();  // every lane has read what is overwritten
         const uint32_t to = lane_slot + part * 16;
-        if (kPiece == 0 ? from.any() : from.window) {
-            const uint8_t* bytes = from.window ? params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes + kPiece * 256
+        if (from.any()) {
+            const uint8_t* bytes = from.window ? params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes
                                                : params.compressed + static_cast<int64_t>(from.idx) * kCompressedRowBytes;
             bytes += part * 16;
 #pragma unroll
             for (int i = 0; i < 4; ++i) ptx::cp_async_16(to + 64 * i, bytes + 64 * i);
             // Scales: 32 bytes behind the 256 codes of a compressed row, 16 behind the 512 of a window row
-            if (part < (from.window ? 1 : 2)) ptx::cp_async_16(to + 256, bytes + (from.window ? kHeadDim - kPiece * 256 : 256));
+            if (part < (from.window ? 1 : 2)) ptx::cp_async_16(to + 256, bytes + (from.window ? kHeadDim : 256));
         }
         ptx::cp_async_commit();
     }
+    // The second half of a window row; every lane copies what it takes itself. The last two atoms of the tile must be free.
+    MDI_DEVICE void start_second(const SparseParams& params, const LaneRow& from, int part, uint32_t tile) const {
+        if (from.window) {
+            const uint8_t* bytes = params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes + kHeadDim / 2 + window_unit(part) * 16;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) ptx::cp_async_16(second_at(tile, i), bytes + 64 * i);
+        }
+        ptx::cp_async_commit();
+    }
+    MDI_DEVICE uint32_t second_at(uint32_t tile, int i) const { return ((tile + second) ^ (i % 2 * 64)) + i / 2 * kAtomBytes; }
+
     // All lanes: the copies of all but the latest kPending groups are there.
     template <int kPending>
     MDI_DEVICE static void wait() {
@@ -211,12 +228,18 @@ struct Packed {
     }
     // The lane's bytes for a quarter, and for the next one if it is even and the row compressed
     template <int kQuarter>
-    MDI_DEVICE void take(const LaneRow& from, int part) {
+    MDI_DEVICE void take(const LaneRow& from, int part, uint32_t tile) {
         if (from.window) {
-            const uint32_t unit = lane_slot + (part % 2 * 2 + part / 2) * 16 + kQuarter % 2 * 128;
+            const uint32_t unit = lane_slot + window_unit(part) * 16;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) codes[i] = load_shared_v4(unit + 64 * i);
-            if (kQuarter % 2 == 0) load_shared_v2(lane_slot + 256 + kQuarter / 2 * 8, scales[0], scales[1]);
+            for (int i = 0; i < 2; ++i) {
+                codes[i] = load_shared_v4(kQuarter < 2 ? unit + (2 * kQuarter + i) * 64 : second_at(tile, 2 * kQuarter - 4 + i));
+            }
+            if (kQuarter == 0) {
+                load_shared_v2(lane_slot + 256, scales[0], scales[1]);
+                load_shared_v2(lane_slot + 256 + 8, second_scales[0], second_scales[1]);
+            }
+            if (kQuarter == 2) scales[0] = second_scales[0], scales[1] = second_scales[1];
         } else if (kQuarter % 2 == 0) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {

@@ -97,29 +97,28 @@ struct Block {
 
     // The K tile of a step, here and its atoms to the blocks that own their columns
     MDI_DEVICE void expand(int step, bool with_query) const {
-        Packed packed(shared.packed[warp], lane);
         const int part = Packed::part_of(lane), tile_row = warp * kWarpRows + Packed::row_of(lane);
+        Packed packed(shared.packed[warp], tile_row, lane);
+        const uint32_t keys = address_of(shared.keys), values = address_of(shared.values[rank]);
         const LaneRow row = row_of_step(step, tile_row);
-        packed.start<0>(params, row, part);
+        packed.start(params, row, part);
+        packed.start_second(params, row, part, keys);
         if (with_query) load_query();
         const LaneChunks to(0, tile_row, part);
-        const uint32_t keys = address_of(shared.keys), values = address_of(shared.values[rank]);
         const auto store = [&](uint32_t offset, const uint4& v) {
             store_shared_v4(keys + offset, v);
             store_remote(values + offset % kAtomBytes, offset / kAtomBytes, v);
         };
-        const bool halves = __any_sync(~0u, row.window);
         Packed::wait<0>();
         if (with_query) ptx::cluster_wait();  // all blocks have started
-        packed.take<0>(row, part);
+        packed.take<0>(row, part, keys);
         expand_quarter<0>(to, packed, row, part, 0, store);
-        packed.take<1>(row, part);
-        if (halves) packed.start<1>(params, row, part);
+        packed.take<1>(row, part, keys);
         expand_quarter<1>(to, packed, row, part, 0, store);
-        if (halves) Packed::wait<0>();
-        packed.take<2>(row, part);
+        packed.take<2>(row, part, keys);
         expand_quarter<2>(to, packed, row, part, 0, store);
-        packed.take<3>(row, part);
+        packed.take<3>(row, part, keys);
+        __syncwarp();  // the second half of every window row is taken
         expand_quarter<3>(to, packed, row, part, 0, store);
         const uint8_t valid = valid_rows(row);
         if (lane == 0) reinterpret_cast<uint8_t*>(shared.valid)[warp] = valid;
@@ -264,16 +263,16 @@ struct Block {
     }
 };
 
-__global__ void __launch_bounds__(kThreads, 1) sparse_sm90_split_kernel(const __grid_constant__ SparseParams params) {
+__global__ void __launch_bounds__(kThreads, 1) sparse_split_sm90_kernel(const __grid_constant__ SparseParams params) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     Block(params, *reinterpret_cast<SharedStorage*>(shared_bytes)).run();
 }
 
 }  // namespace
 
-void launch_sparse_sm90_split(const SparseParams& params) {
+void launch_sparse_split_sm90(const SparseParams& params) {
     const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
-    launch("attention.sparse", sparse_sm90_split_kernel, {dim3(items * kRanks), dim3(kThreads), sizeof(SharedStorage), params.stream, kRanks},
+    launch("attention.sparse", sparse_split_sm90_kernel, {dim3(items * kRanks), dim3(kThreads), sizeof(SharedStorage), params.stream, kRanks},
            params);
 }
 
