@@ -179,8 +179,8 @@ struct Producer {
         expand_quarter<kQuarter>(to, packed, row, part, buffer * kTileBytes, store_shared_v4);
         uint8_t valid = 0;
         if (kQuarter == kQuarters - 1) valid = valid_rows(row);
-        ptx::fence_proxy_async();  // for the wgmma of both consumers (p_ready orders the other one)
         __syncwarp();
+        // The fence between these stores and the wgmma that reads them is the consumer's.
         if (lane == 0) {
             if (kQuarter == kQuarters - 1) reinterpret_cast<uint8_t*>(shared.valid[buffer])[warp] = valid;
             ptx::mbarrier_arrive(address_of(&shared.full[buffer][kQuarter]));
@@ -292,6 +292,7 @@ struct Consumer {
     // The other consumer's step b: waits for its P, adjusts to its maximum and starts O += P V.
     MDI_DEVICE void start_other(int b, bool started) {
         ptx::mbarrier_wait(address_of(&shared.p_ready[other]), b >> 1 & 1);
+        ptx::fence_proxy_async();
         const float new_max[2] = {shared.row_max[other][row], shared.row_max[other][row + 8]};
         rescale(new_max, started);
         const Descriptor p(shared.p[other], 16), v = values(other);
@@ -313,6 +314,7 @@ struct Consumer {
 #pragma unroll
         for (int quarter = kFirst; quarter < kEnd; ++quarter) {
             ptx::mbarrier_wait(address_of(&shared.full[group][quarter]), b >> 1 & 1);
+            ptx::fence_proxy_async();  // the producer's stores to K, for the wgmma of both consumers (p_ready orders the other)
             if (quarter == 0) fence_registers(s);
             wgmma_fence();
 #pragma unroll
@@ -558,7 +560,7 @@ void launch_sparse_sm90(const SparseParams& params) {
     check_cuda("attention.sparse", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
 #ifndef PROBE_NOSPLIT
-    if (items <= num_sms / kSplitBlocks) return launch_sparse_split_sm90(params);
+    if (4 * kSplitBlocks * items <= 3 * num_sms) return launch_sparse_split_sm90(params);
 #endif
     const dim3 grid(min_of(items, num_sms));
     launch("attention.sparse", sparse_sm90_kernel, {grid, dim3(kThreads), sizeof(SharedStorage), params.stream}, params);
