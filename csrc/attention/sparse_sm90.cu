@@ -100,8 +100,6 @@ MDI_DEVICE int load_index(const SparseParams& params, const Cursor& at, int tile
     return slot < at.num_lanes ? (slot < params.num_window ? at.window_lanes : at.pick_lanes)[slot] : -1;
 }
 
-MDI_DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
-
 struct Producer {
     const SparseParams& params;
     SharedStorage& shared;

@@ -101,6 +101,8 @@ MDI_DEVICE void store_shared_v4(uint32_t address, const uint4& v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+MDI_DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+
 // ---- items ---------------------------------------------------------------------------------------------------------
 
 // A token is one item, or two above 64 heads.

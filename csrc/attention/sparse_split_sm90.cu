@@ -96,14 +96,21 @@ struct Block {
     }
 
     // The K tile of a step, here and its atoms to the blocks that own their columns
-    MDI_DEVICE void expand(int step, bool with_query) const {
+    // next_row: in and out, this lane's row of the step and of the one in the next round, whose bytes are fetched to L2 early
+    MDI_DEVICE void expand(int step, bool with_query, LaneRow& next_row) const {
         const int part = Packed::part_of(lane), tile_row = warp * kWarpRows + Packed::row_of(lane);
         Packed packed(shared.packed[warp], tile_row, lane);
         const uint32_t keys = address_of(shared.keys), values = address_of(shared.values[rank]);
-        const LaneRow row = row_of_step(step, tile_row);
+        const LaneRow row = with_query ? row_of_step(step, tile_row) : next_row;
         packed.start(params, row, part);
         packed.start_second(params, row, part, keys);
+        next_row = row_of_step(step + kRanks, tile_row);
         if (with_query) load_query();
+        if (next_row.any()) {
+            const uint8_t* bytes = next_row.window ? params.window + static_cast<int64_t>(next_row.idx) * kWindowRowBytes
+                                                   : params.compressed + static_cast<int64_t>(next_row.idx) * kCompressedRowBytes;
+            prefetch_l2(bytes + min_of(part * 128, kCompressedRowBytes - 1));
+        }
         const LaneChunks to(0, tile_row, part);
         const auto store = [&](uint32_t offset, const uint4& v) {
             store_shared_v4(keys + offset, v);
@@ -144,11 +151,12 @@ struct Block {
         const bool multiplies = warp < kGroupThreads / 32;
         const int row = warp % 4 * 16 + lane / 4;  // this thread's first head, the second is row + 8
         float s[kSlots / 2], o[kSlots / 2], m[2] = {kMaxStart, kMaxStart}, sum[2][2] = {};  // sum: of even and odd steps (a round starts with an even one), per row
+        LaneRow next_row;
         if (rank >= num_steps) ptx::cluster_wait();
         for (int first = 0; first < num_steps; first += kRanks) {
             const int step = first + rank, steps = min_of(kRanks, num_steps - first);
             const bool has_step = rank < steps;
-            if (has_step) expand(step, first == 0);
+            if (has_step) expand(step, first == 0, next_row);
             fence_proxy_async_cluster();
             __syncthreads();
             if (multiplies && has_step) {
