@@ -128,15 +128,16 @@ __device__ __forceinline__ int clamped_visible(const LogitsParams& p, int token)
 }
 
 constexpr int kFoldThreads = 256;
+constexpr int kQueryThreads = 1024;
 
-__global__ void __launch_bounds__(kFoldThreads) fold_queries_kernel(LogitsParams p, Workspace w) {
+__global__ void __launch_bounds__(kQueryThreads) fold_queries_kernel(LogitsParams p, Workspace w) {
     if (blockIdx.x >= w.num_blocks) {  // largest visible count of one sequence
         const int seq = static_cast<int>(blockIdx.x) - w.num_blocks;
         __shared__ int most;
         if (threadIdx.x == 0) most = 0;
         __syncthreads();
         int mine = 0;
-        for (int token = threadIdx.x; token < p.num_tokens; token += kFoldThreads)
+        for (int token = threadIdx.x; token < p.num_tokens; token += kQueryThreads)
             if (p.seq_of_token[token] == seq) mine = max_of(mine, clamped_visible(p, token));
         atomicMax(&most, mine);
         __syncthreads();
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kFoldThreads) fold_queries_kernel(LogitsParams
     const int first_token = static_cast<int>(blockIdx.x) * kTokens;
     const int num_tokens = min_of(kTokens, p.num_tokens - first_token);
     bool ok = true;
-    for (int item = threadIdx.x; item < kTokens * kHeads * 4; item += kFoldThreads) {
+    for (int item = threadIdx.x; item < kTokens * kHeads * 4; item += kQueryThreads) {
         const int row = item / 4, quarter = item % 4, token = row / kHeads, head = row % kHeads;
         uint32_t word[4] = {0, 0, 0, 0};
         uint32_t scale = 127;
@@ -523,7 +524,7 @@ void launch_logits_sm90(const LogitsParams& params) {
     check_cuda("indexer.logits", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     check_cuda("indexer.logits", cudaMemsetAsync(w.any_marked, 0, sizeof(int32_t), p.stream));
     launch("indexer.logits", fold_queries_kernel,
-           {dim3(static_cast<unsigned>(w.num_blocks + p.num_seqs)), dim3(kFoldThreads), 0, p.stream}, p, w);
+           {dim3(static_cast<unsigned>(w.num_blocks + p.num_seqs)), dim3(kQueryThreads), 0, p.stream}, p, w);
     launch("indexer.logits", fold_keys_kernel,
            {dim3(static_cast<unsigned>(static_cast<int64_t>(p.num_seqs) * w.num_tiles)), dim3(kFoldThreads), 0, p.stream}, p, w);
     w.num_chunks = chunks_of(w.num_blocks, w.num_tiles, num_sms);
