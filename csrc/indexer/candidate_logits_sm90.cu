@@ -210,24 +210,32 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
 
 // ---- score --------------------------------------------------------------------------------------------------------
 
-// Folds block `number` of all blocks into shared memory; one warp. Nothing happens where nobody sees it.
-__device__ __forceinline__ void fold_block(const LogitsParams& p, const Workspace& w, int number, uint8_t* rows, int lane) {
+// A lane's quarter of a key row of block `number` of all blocks: lanes 4 * key + quarter.
+struct PackedQuarter {
+    uint32_t word[4], scale;
+    bool here;  // somebody sees the block; the same in all lanes
+};
+
+__device__ __forceinline__ PackedQuarter load_block(const LogitsParams& p, const Workspace& w, int number, int lane) {
     const int seq = number / w.num_blocks, block = number - seq * w.num_blocks;
-    if (seq >= p.num_seqs) return;
-    const int most = w.most_visible[seq];
-    if (block * kBlockKeys >= most) return;
+    const int most = seq < p.num_seqs ? w.most_visible[seq] : 0;
     const int entry = block * kBlockKeys + lane / 4, quarter = lane % 4;
-    uint32_t word[4] = {0, 0, 0, 0};
-    uint32_t scale = 127;
+    PackedQuarter out = {{0, 0, 0, 0}, 127, block * kBlockKeys < most};
     if (entry < most) {
         const int page = p.page_table[static_cast<int64_t>(seq) * p.pages_per_seq + entry / p.entries_per_page];
         const int64_t row = static_cast<int64_t>(page) * p.entries_per_page + entry % p.entries_per_page;
         const uint8_t* source = p.keys + row * KeyRow<kDim>::kBytes;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) word[i] = reinterpret_cast<const uint32_t*>(source)[4 * quarter + i];
-        scale = source[KeyRow<kDim>::kCodeBytes + quarter];
+        for (int i = 0; i < 4; ++i) out.word[i] = reinterpret_cast<const uint32_t*>(source)[4 * quarter + i];
+        out.scale = source[KeyRow<kDim>::kCodeBytes + quarter];
     }
-    const Folded folded = fold_quarter(word, scale);
+    return out;
+}
+
+// Folds a block into shared memory; one warp.
+__device__ __forceinline__ void store_block(const Workspace& w, int number, const PackedQuarter& packed, uint8_t* rows, int lane) {
+    if (!packed.here) return;
+    const Folded folded = fold_quarter(packed.word, packed.scale);
     // lanes of keys 0..3 write steps 0 and 1 of themselves and the key 4 further on, lanes of keys 4..7 steps 2 and 3
     const bool first = lane < 16;
     uint32_t mine[4], other[4];
@@ -243,7 +251,7 @@ __device__ __forceinline__ void fold_block(const LogitsParams& p, const Workspac
         const uint32_t a1 = first ? mine[2 * j + 1] : other[2 * j + 1], b1 = first ? other[2 * j + 1] : mine[2 * j + 1];
         target[16 * j] = make_uint4(a0, b0, a1, b1);
     }
-    if (quarter == 0) reinterpret_cast<float*>(rows + kCodeBytes)[lane / 4] = folded.factor();
+    if (lane % 4 == 0) reinterpret_cast<float*>(rows + kCodeBytes)[lane / 4] = folded.factor();
     const bool ok = __all_sync(0xffffffffu, folded.ok) != 0;
     if (lane == 0) {
         w.marked_blocks[number] = !ok;
@@ -354,8 +362,16 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Work
         };
         fetch(warp);
         if (round > 0) __syncthreads();
-        for (int slot = warp; slot < w.num_slots; slot += kWarps)
-            fold_block(p, w, (round * w.num_slots + slot) * w.num_owners + owner, rows + slot * kBlockBytes, lane);
+        const auto number_of = [&](int slot) { return (round * w.num_slots + slot) * w.num_owners + owner; };
+        for (int slot = warp; slot < w.num_slots; slot += 4 * kWarps) {  // four blocks of a warp in flight
+            PackedQuarter packed[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) packed[i] = load_block(p, w, number_of(slot + i * kWarps), lane);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (slot + i * kWarps < w.num_slots)
+                    store_block(w, number_of(slot + i * kWarps), packed[i], rows + (slot + i * kWarps) * kBlockBytes, lane);
+        }
         __syncthreads();
 
         int begin = begin_of(warp, 0), end = begin_of(warp, 1);
