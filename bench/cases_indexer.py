@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.shapes import CONTEXT_TOKENS, RELEASED, STEP_TOKENS, Case
+from bench.shapes import CONTEXT_TOKENS, RELEASED, STEP_TOKENS, Case, strata_rows
 from mini_deepinfer.ops import indexer
 from mini_deepinfer.ops._dispatch import IMPLEMENTATIONS
 from mini_deepinfer.ops.reference import indexer as reference
@@ -95,11 +95,19 @@ def _logits_case(name: str, columns: int, visible: Tensor) -> Case:
     )
 
 
-def _candidate_case() -> Case:
+def _candidate_case(shared_by: int = 1) -> Case:
+    """shared_by = n: a candidate is, with probability 3/4, one that n neighbouring queries share."""
     columns, name = CONTEXT_TOKENS, f"candidates of {CONTEXT_TOKENS}"
+    if shared_by > 1:
+        name += f", 3/4 shared by {shared_by} queries"
 
     def make(device: torch.device) -> dict[str, Any]:
         inputs = _operands(device, columns, _causal(columns, 1))
+        if shared_by > 1:
+            draw = strata_rows(STEP_TOKENS, BLOCKS, columns // BLOCK_SIZE, torch.Generator().manual_seed(7), shared_by=shared_by)
+            inputs["candidates"] = draw.to(device)
+            inputs["block_size"] = BLOCK_SIZE
+            return inputs
         generator = torch.Generator(device).manual_seed(7)
         inputs["candidates"] = torch.empty(STEP_TOKENS, BLOCKS, dtype=torch.int32, device=device)
         for start in range(0, STEP_TOKENS, 512):  # 2,048 distinct visible blocks a token, and always the newest
@@ -122,7 +130,7 @@ def _candidate_case() -> Case:
     return Case(
         op="indexer.candidate_logits",
         name=name,
-        params={"T": STEP_TOKENS, "C": BLOCKS, "block_size": BLOCK_SIZE, "n": columns, "Hi": HEADS, "Di": DIM},
+        params={"T": STEP_TOKENS, "C": BLOCKS, "block_size": BLOCK_SIZE, "n": columns, "Hi": HEADS, "Di": DIM, "shared_by": shared_by},
         make=make,
         run=run,
         check=check,
@@ -192,26 +200,56 @@ def _blocks_case(columns: int) -> Case:
     )
 
 
+def _topk_blocks_case(columns: int) -> Case:
+    def make(device: torch.device) -> dict[str, Any]:
+        return {"logits": _scores(device, columns), "visible": _causal(columns, 1).to(device)}
+
+    def run(inputs: dict[str, Any], impl: str) -> tuple[Tensor, Tensor, Tensor]:
+        return indexer.topk_blocks(inputs["logits"], inputs["visible"], TOPK, BLOCK_SIZE, BLOCKS, impl=impl)
+
+    def check(inputs: dict[str, Any], out: tuple[Tensor, Tensor, Tensor]) -> float:
+        picked = torch.linspace(0, STEP_TOKENS - 1, CHECKED_TOKENS).long().to(out[0].device)
+        cut = (inputs["logits"][picked].cpu(), inputs["visible"][picked].cpu())
+        wanted = reference.topk_blocks(*cut, TOPK, BLOCK_SIZE, BLOCKS)
+        return max(_compare(got[picked], right, "picks") for got, right in zip(out, wanted, strict=True))
+
+    return Case(
+        op="indexer.topk_blocks",
+        name=f"top {TOPK} and {BLOCKS} blocks of {columns}",
+        params={"T": STEP_TOKENS, "n": columns, "k": TOPK, "block_size": BLOCK_SIZE, "num_blocks": BLOCKS},
+        make=make,
+        run=run,
+        check=check,
+        flops=0.0,
+        bytes=2.0 * STEP_TOKENS * columns + 4.0 * STEP_TOKENS * (TOPK + BLOCKS),
+        impls=IMPLEMENTATIONS["indexer.topk_blocks"],
+    )
+
+
 def _quantise_case(op: str) -> Case:
-    rows = STEP_TOKENS * HEADS if op == "quant_query" else STEP_TOKENS
+    rows = STEP_TOKENS if op == "write_keys" else STEP_TOKENS * HEADS
 
     def make(device: torch.device) -> dict[str, Any]:
         generator = torch.Generator(device).manual_seed(1)
         x = torch.randn(rows, DIM, device=device, generator=generator).bfloat16()
         if op == "quant_query":
             return {"q": x.view(STEP_TOKENS, HEADS, DIM)}
+        if op == "rope_quant_query":
+            angle = 6.28 * torch.rand(STEP_TOKENS, RELEASED.qk_rope_head_dim // 2, device=device, generator=generator)
+            positions = torch.arange(STEP_TOKENS, dtype=torch.int32, device=device)
+            return {"q": x.view(STEP_TOKENS, HEADS, DIM), "positions": positions, "table": torch.stack((angle.cos(), angle.sin()), -1)}
         slots = torch.randperm(rows, device=device, generator=generator).int()
         return {"k": x, "rows": torch.zeros(rows, ROW_BYTES, dtype=torch.uint8, device=device), "slots": slots}
 
     def run(inputs: dict[str, Any], impl: str) -> Any:
-        if op == "quant_query":
-            return indexer.quant_query(inputs["q"], impl=impl)
+        if op != "write_keys":
+            return getattr(indexer, op)(**inputs, impl=impl)
         indexer.write_keys(**inputs, impl=impl)
         return inputs["rows"]
 
     def check(inputs: dict[str, Any], out: Any) -> float:
-        if op == "quant_query":
-            wanted = reference.quant_query(inputs["q"].cpu())
+        if op != "write_keys":
+            wanted = getattr(reference, op)(*(operand.cpu() for operand in inputs.values()))
             return max(_compare(out[0], wanted[0], "codes"), _compare(out[1], wanted[1], "scale"))
         rows_wanted = torch.zeros(rows, ROW_BYTES, dtype=torch.uint8)
         reference.write_keys(inputs["k"].cpu(), rows_wanted, inputs["slots"].cpu())
@@ -239,10 +277,13 @@ CASES: list[Case] = [
     _logits_case("ratio 1, last chunk of 131072 tokens", 131_072, _causal(131_072, 1)),
     _logits_case("first chunk", STEP_TOKENS, torch.arange(1, STEP_TOKENS + 1, dtype=torch.int32)),
     _candidate_case(),
+    _candidate_case(shared_by=16),
     _topk_case(65_536),
     _topk_case(131_072),
     _topk_case(16_384),
     _blocks_case(131_072),
+    _topk_blocks_case(131_072),
     _quantise_case("quant_query"),
+    _quantise_case("rope_quant_query"),
     _quantise_case("write_keys"),
 ]

@@ -42,12 +42,14 @@ template <int kStreams, int kParts>
 __global__ void __launch_bounds__(kFinishMaxThreads / kParts, kFinishWarps * 32 * kParts / kFinishMaxThreads)
 hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient_blocks, int stride_log2, Divisor groups,
                  int group_blocks) {
-    __shared__ RowScratch scratch;
+    __shared__ RowScratch<float> sum_scratch;
+    __shared__ RowScratch<uint32_t> max_scratch;
     const int block = static_cast<int>(blockIdx.x), mask = (1 << stride_log2) - 1;
     if ((block & mask) != 0 || block >> stride_log2 >= coefficient_blocks) {
         const int before = min_of(coefficient_blocks, (block + mask) >> stride_log2);  // coefficient blocks before this one
         const int index = block - before, turn = groups.quotient(index), group = index - turn * groups.value;
-        return row_pass<kFinishChunks, kParts, false>(row, (group + 1) * group_blocks - 1 - turn, scratch);
+        return row_pass<kFinishChunks, kParts, false>(row, (group + 1) * group_blocks - 1 - turn, sum_scratch,
+                                                      max_scratch);
     }
     const int warps = static_cast<int>(blockDim.x * blockDim.y) / 32;
     const int token =

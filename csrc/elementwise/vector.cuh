@@ -35,24 +35,30 @@ MDI_HOST_DEVICE uint4 pack(const float (&value)[kVector]) {
                       pack_pair(value[6], value[7]));
 }
 
-// The larger of two bf16 pairs, half by half, as unsigned numbers.
-MDI_HOST_DEVICE uint32_t pair_max(uint32_t a, uint32_t b) {
+// largest bits of |x|: NaN > Inf > finite
+MDI_HOST_DEVICE uint32_t largest_abs_bits(const float (&value)[kVector]) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) largest = max_of(largest, abs_bits(value[i]));
+    return largest;
+}
+
+// the larger of two unsigned 16-bit numbers, in both halves
+MDI_HOST_DEVICE uint32_t max_halves(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
     return __vmaxu2(a, b);
 #else
-    return max_of(a & 0xffffu, b & 0xffffu) | max_of(a & 0xffff0000u, b & 0xffff0000u);
+    return max_of(a & 0xffff0000u, b & 0xffff0000u) | max_of(a & 0xffffu, b & 0xffffu);
 #endif
 }
 
-// largest bits of |x| of the even and of the odd values: NaN > Inf > finite
-MDI_HOST_DEVICE uint32_t largest_abs_pair(const uint4& packed) {
-    constexpr uint32_t kAbs = 0x7fff7fffu;
-    return pair_max(pair_max(packed.x & kAbs, packed.y & kAbs), pair_max(packed.z & kAbs, packed.w & kAbs));
+// the same of eight packed values
+MDI_HOST_DEVICE uint32_t largest_abs_bits(const uint4& packed) {
+    constexpr uint32_t kMagnitude = 0x7fff7fffu;
+    const uint32_t largest = max_halves(max_halves(packed.x & kMagnitude, packed.y & kMagnitude),
+                                        max_halves(packed.z & kMagnitude, packed.w & kMagnitude));
+    return max_of(largest & 0xffff0000u, largest << 16);
 }
-
-struct PairMax {
-    MDI_DEVICE uint32_t operator()(uint32_t a, uint32_t b) const { return pair_max(a, b); }
-};
 
 // eight values times `factor` -> eight E4M3 codes
 MDI_HOST_DEVICE uint2 encode_e4m3x8(const float (&value)[kVector], float factor) {
@@ -63,29 +69,39 @@ MDI_HOST_DEVICE uint2 encode_e4m3x8(const float (&value)[kVector], float factor)
     return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
 }
 
-// Two E4M3 codes times 2^-shift, shift >= 0, rounded to E4M3 again. A product below 2^-10 rounds to zero; the others are exact
-// in half precision.
-MDI_HOST_DEVICE uint32_t e4m3x2_shift(uint32_t codes, int shift) {
-#if defined(__CUDA_ARCH__)
-    const uint32_t half = shift < 15 ? (15u - static_cast<uint32_t>(shift)) << 10 : shift < 25 ? 1u << (24 - shift) : 0u;
-    uint16_t result;  // PTX: cvt.rn.f16x2.e4m3x2, mul.rn.f16x2, cvt.rn.satfinite.e4m3x2.f16x2
-    asm("{\n.reg .b32 v;\ncvt.rn.f16x2.e4m3x2 v, %1;\nmul.rn.f16x2 v, v, %2;\ncvt.rn.satfinite.e4m3x2.f16x2 %0, v;\n}\n"
-        : "=h"(result)
-        : "h"(static_cast<uint16_t>(codes)), "r"(half << 16 | half));
-    return result;
-#else
-    const float ratio = bits_float(static_cast<uint32_t>(max_of(-shift, -126) + 127) << 23);
-    const uint32_t pair = fp8x2_to_bf16x2(codes & 0xffffu);
-    return e4m3x2_encode(even_value(pair) * ratio, odd_value(pair) * ratio);
-#endif
-}
-
-// Eight E4M3 codes of a group with scale byte `byte`, re-expressed at the row's largest scale byte `row_byte`.
+// Eight E4M3 codes of a group with scale byte `byte`, re-expressed at the row's largest scale byte `row_byte`: each code times
+// 2^(byte - row_byte), to nearest even. On a GPU the product is taken in half precision. Codes are multiples of 2^-9 with four
+// significant bits and halves are multiples of 2^-24, so a product that half precision cannot hold is far below the smallest
+// code: it rounds to zero either way.
 MDI_HOST_DEVICE uint2 fold_e4m3x8(const uint2& codes, int byte, int row_byte) {
-    const int shift = row_byte - byte;
-    const uint32_t low = e4m3x2_shift(codes.x, shift) | e4m3x2_shift(codes.x >> 16, shift) << 16;
-    const uint32_t high = e4m3x2_shift(codes.y, shift) | e4m3x2_shift(codes.y >> 16, shift) << 16;
-    return shift == 0 ? codes : make_uint2(low, high);  // as they are, whichever NaN they hold
+    if (byte == row_byte) return codes;
+    const uint32_t words[2] = {codes.x, codes.y};
+    uint32_t folded[2];
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    const int drop = row_byte - byte;  // half-precision bits of 2^-drop: normal, subnormal, zero
+    const uint32_t half = drop < 15 ? static_cast<uint32_t>(15 - drop) << 10 : (drop <= 24 ? 1u << (24 - drop) : 0u);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        // PTX: cvt.rn.f16x2.e4m3x2, mul.rn.f16x2, cvt.rn.satfinite.e4m3x2.f16x2
+        asm("{\n.reg .b16 low, high;\n.reg .b32 a, b;\n"
+            "mov.b32 {low, high}, %1;\n"
+            "cvt.rn.f16x2.e4m3x2 a, low;\ncvt.rn.f16x2.e4m3x2 b, high;\n"
+            "mul.rn.f16x2 a, a, %2;\nmul.rn.f16x2 b, b, %2;\n"
+            "cvt.rn.satfinite.e4m3x2.f16x2 low, a;\ncvt.rn.satfinite.e4m3x2.f16x2 high, b;\n"
+            "mov.b32 %0, {low, high};\n}\n"
+            : "=r"(folded[i])
+            : "r"(words[i]), "r"(half * 0x10001u));
+    }
+#else
+    const float ratio = bits_float(static_cast<uint32_t>(max_of(byte - row_byte, -126) + 127) << 23);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t low = fp8x2_to_bf16x2(words[i] & 0xffffu), high = fp8x2_to_bf16x2(words[i] >> 16);
+        folded[i] = e4m3x2_encode(even_value(low) * ratio, odd_value(low) * ratio) |
+                    static_cast<uint32_t>(e4m3x2_encode(even_value(high) * ratio, odd_value(high) * ratio)) << 16;
+    }
+#endif
+    return make_uint2(folded[0], folded[1]);
 }
 
 // Data of no other thread: it does not displace in L1 what all blocks read.

@@ -151,6 +151,7 @@ constexpr int kStageBlocks = 4;
 constexpr int kRing = 4;
 constexpr int kWarpBlocks = 128;       // most blocks of a warp
 constexpr int kBoost = 16;             // queries carry 2^16, keys 2^-16
+constexpr int kSecondPassBlocks = 1024;  // thread blocks of a second pass, which usually finds nothing to do
 
 struct StagedWarp {
     alignas(16) uint8_t ring[kRing][kStageBlocks * kBlockBytes];
@@ -206,16 +207,13 @@ __device__ __forceinline__ Quarter<kStagedDim> read_quarter(const uint8_t* row, 
     return out;
 }
 
+// One warp's share of a token: candidates from first_block on.
 template <int kHeads>
-__global__ void __launch_bounds__(kThreads, kHeads <= 32 ? 4 : 2) staged_kernel(LogitsParams p, int num_chunks, int warp_blocks) {
+__device__ __forceinline__ void score_staged(const LogitsParams& p, StagedWarp& shared, int64_t token, int first_block, int warp_blocks) {
     constexpr int kTiles = kHeads / 8;
-    __shared__ StagedWarp shared_warps[kWarps];
-    const int64_t token = blockIdx.x / num_chunks;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int first_block = (static_cast<int>(blockIdx.x % num_chunks) * kWarps + warp) * warp_blocks;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int num_blocks = min_of(warp_blocks, p.num_candidates - first_block);
-    if (num_blocks <= 0 || (p.any_marked != nullptr && *p.any_marked == 0)) return;
-    StagedWarp& shared = shared_warps[warp];
+    if (num_blocks <= 0) return;
 
     const int seq = p.seq_of_token[token];
     const int64_t held = static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page;  // no entry past the page table exists
@@ -313,6 +311,18 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 32 ? 4 : 2) staged_kernel(
         }
     }
     ptx::cp_async_wait<0>();
+    __syncwarp();  // the next share writes the same shared memory
+}
+
+template <int kHeads>
+__global__ void __launch_bounds__(kThreads, kHeads <= 32 ? 4 : 2)
+    staged_kernel(LogitsParams p, int num_chunks, int warp_blocks, int64_t num_shares) {
+    __shared__ StagedWarp shared_warps[kWarps];
+    if (p.any_marked != nullptr && *p.any_marked == 0) return;
+    const int warp = threadIdx.x / 32;
+    for (int64_t share = blockIdx.x; share < num_shares; share += gridDim.x)
+        score_staged<kHeads>(p, shared_warps[warp], share / num_chunks,
+                             (static_cast<int>(share % num_chunks) * kWarps + warp) * warp_blocks, warp_blocks);
 }
 
 template <int kHeads>
@@ -322,9 +332,10 @@ void launch_staged(const LogitsParams& p) {
     while (warp_blocks > 16 && static_cast<int64_t>(p.num_tokens) * ceil_div(p.num_candidates, kWarps * warp_blocks) < 1024)
         warp_blocks /= 2;
     const int num_chunks = ceil_div(p.num_candidates, kWarps * warp_blocks);
-    const int64_t blocks = static_cast<int64_t>(p.num_tokens) * num_chunks;
+    const int64_t shares = static_cast<int64_t>(p.num_tokens) * num_chunks;
+    const int64_t blocks = p.any_marked == nullptr ? shares : min_of<int64_t>(shares, kSecondPassBlocks);
     launch("indexer.candidate_logits", staged_kernel<kHeads>, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, p.stream}, p,
-           num_chunks, warp_blocks);
+           num_chunks, warp_blocks, shares);
 }
 
 template <int kHeads, int kDim>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -167,6 +168,11 @@ class Model:
         self.head, self.norm = weights.tensors["head.weight"], weights.tensors["norm.weight"]
         self.blocks = [Block(config, profile, plan, weights, tables, parallel) for plan in config.layers]
 
+    def prefetch(self, batch: PrefillBatch) -> PrefillBatch:
+        """The same batch with its engram rows on their way already, for a step that begins later; `forward` starts them otherwise."""
+        engrams = sorted((block.engram for block in self.blocks if block.engram is not None), key=lambda engram: engram.index)
+        return dataclasses.replace(batch, engram_rows=tuple(engram.prefetch(batch.engram_rows, self.device) for engram in engrams))
+
     @torch.inference_mode()
     def forward(self, batch: PrefillBatch, trace: Trace | None = None) -> torch.Tensor:
         """Run one step, write its rows to the caches, and return float32 logits [O, V] of batch.output_rows.
@@ -191,6 +197,7 @@ class Model:
             residual = Residual(streams, pre)
         for block in self.blocks:
             block(residual, step)
+        self.caches.carry_windows(batch.ring_src, batch.ring_dst)  # all queries have read the rings of the step before
         with stage("head"):
             last = residual.select(batch.output_rows)
             x = elementwise.hc_collapse(last.streams(), last.pre)

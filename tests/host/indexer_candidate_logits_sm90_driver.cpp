@@ -15,7 +15,7 @@ extern "C" void logits(int tokens, int heads, int head_dim, int columns, int ent
     p.q_codes = q_codes, p.q_scale = q_scale, p.weights = weights, p.keys = keys, p.page_table = page_table;
     p.seq_of_token = seq_of_token, p.visible = visible, p.candidates = candidates, p.num_candidates = num_candidates;
     p.block_size = block_size, p.out = out, p.out_stride = columns;
-    std::vector<uint8_t> workspace(candidate_workspace_bytes(tokens, seqs, int64_t{pages} * entries_per_page) + 1024);
+    std::vector<uint8_t> workspace(candidate_workspace_bytes(tokens, seqs, int64_t{pages} * entries_per_page, num_candidates) + 1024);
     p.workspace = workspace.data() + (1024 - reinterpret_cast<uintptr_t>(workspace.data()) % 1024);
     launch_candidate_logits_sm90(p);
 }
