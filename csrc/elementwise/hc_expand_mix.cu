@@ -25,13 +25,16 @@ constexpr int kFinishChunks = 2;  // as in launch_row up to kMaxCollapseWidth co
 constexpr int kFinishMaxThreads = kMaxCollapseWidth / kVector / kFinishChunks;
 constexpr int kFinishWarps = 32;  // wanted on a multiprocessor: 64 registers a thread
 
-// x / divisor for x < 2^24 and divisor <= 2^8, as a multiplication
+// x / value for x >= 0 without a division: a factor rounded up gives the quotient or one too many.
 struct Divisor {
     int value;
     uint32_t factor;  // ceil(2^32 / value); 0 stands for 2^32
-    explicit Divisor(int divisor) : value(divisor), factor(static_cast<uint32_t>(((uint64_t{1} << 32) + divisor - 1) / divisor)) {}
+    explicit Divisor(int divisor)
+        : value(divisor), factor(static_cast<uint32_t>(ceil_div<uint64_t>(uint64_t{1} << 32, static_cast<uint64_t>(divisor)))) {}
     MDI_DEVICE int quotient(int x) const {
-        return factor == 0 ? x : static_cast<int>(static_cast<uint64_t>(x) * factor >> 32);
+        if (factor == 0) return x;
+        const int most = static_cast<int>(static_cast<uint64_t>(x) * factor >> 32);
+        return most - (most * value > x ? 1 : 0);
     }
 };
 
