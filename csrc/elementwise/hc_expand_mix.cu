@@ -38,7 +38,7 @@ struct Divisor {
     }
 };
 
-// Block b with b % 2^stride_log2 == 0 makes coefficients while there are any left to make, a warp a token, so that they run
+// Block b with b % 2^stride_log2 == 0 makes coefficients while there are any left to make, so that they run
 // beside the rows from the first to the last wave; the other blocks norm and quantise rows, each group's last ones first:
 // those are still in L2. A group is what one block of the pass took; the last one may end early.
 template <int kStreams, int kParts>
@@ -55,8 +55,8 @@ hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient
                                                       max_scratch);
     }
     const int warps = static_cast<int>(blockDim.x * blockDim.y) / 32;
-    const int token =
-        (block >> stride_log2) * warps + static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x) / 32;
+    const int warp = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x) / 32;
+    const int token = ((block >> stride_log2) * warps + warp) * kTokensPerWarp;
     if (token < mix.num_tokens) make_coefficients<kStreams>(mix, num_slices, token);  // whole warps
 }
 
@@ -65,7 +65,7 @@ void launch_finish(const HcExpandMixParams& p, const RowParams& row, int threads
     const int rows = rows_per_block(threads);
     const int group_tokens = pass_block_tiles(p.mix.num_tokens, p.mix.width) * kTileTokens, group_blocks = group_tokens / rows;
     const auto num_groups = static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, group_tokens));
-    const auto coefficient_blocks = static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, threads * rows / 32));
+    const auto coefficient_blocks = static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, threads * rows / 32 * kTokensPerWarp));
     const int num_blocks = coefficient_blocks + num_groups * group_blocks;
     int stride_log2 = 0;
     while (num_blocks / coefficient_blocks >> (stride_log2 + 1) > 0) ++stride_log2;
