@@ -392,11 +392,10 @@ struct Consumer {
         }
         fence_registers(s);
         if (is_last) arrive(shared.q_empty);
-        new_max[0] = m[0], new_max[1] = m[1];
-        scale_and_mask(s, params.softmax_scale, shared.valid[group][0], shared.valid[group][1], lane, new_max);
+        const float scale = mask_scores(s, params.softmax_scale, shared.valid[group][0], shared.valid[group][1], lane, new_max);
         new_max[0] = next_max(m[0], new_max[0]);
         new_max[1] = next_max(m[1], new_max[1]);
-        exponentiate(s, new_max, part, p);
+        exponentiate(s, scale, new_max, part, p);
         publish(p, new_max);
         if constexpr (kWhen == Other::kAfter) {
             wgmma_wait<0>();

@@ -307,13 +307,16 @@ MDI_DEVICE uint8_t valid_rows(const LaneRow& row) {
 
 // ---- softmax -------------------------------------------------------------------------------------------------------
 
-// Scales the scores of a step (to log2), masks them (bit s of `valid`: slot s is there), and takes their maxima into `top`, equal
-// in the four lanes of a row.
-MDI_DEVICE void scale_and_mask(float (&s)[kSlots / 2], float softmax_scale, uint32_t valid_low, uint32_t valid_high, int lane,
-                               float (&top)[2]) {
-    const float scale = softmax_scale * (kKeyFactor * kLog2e);
+// Masks the scores of a step (bit i of `valid`: slot i is there) and takes the largest of each row into `top`, in log2 and equal in
+// the four lanes of the row. Returns what the scores are still to be multiplied by.
+MDI_DEVICE float mask_scores(float (&s)[kSlots / 2], float softmax_scale, uint32_t valid_low, uint32_t valid_high, int lane,
+                             float (&top)[2]) {
+    float scale = softmax_scale * (kKeyFactor * kLog2e);
+    if (!(scale > 0.f)) {  // the order changes, or -inf would be lost
 #pragma unroll
-    for (int i = 0; i < kSlots / 2; ++i) s[i] = __fmul_rn(s[i], scale);
+        for (int i = 0; i < kSlots / 2; ++i) s[i] = __fmul_rn(s[i], scale);
+        scale = 1.f;
+    }
     if ((valid_low & valid_high) != ~0u) {
         const int shift = 2 * (lane % 4);
 #pragma unroll
@@ -323,12 +326,20 @@ MDI_DEVICE void scale_and_mask(float (&s)[kSlots / 2], float softmax_scale, uint
         }
     }
 #pragma unroll
-    for (int i = 0; i < kSlots / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
-#pragma unroll
     for (int f = 0; f < 2; ++f) {
-        top[f] = fmaxf(top[f], __shfl_xor_sync(~0u, top[f], 1));
-        top[f] = fmaxf(top[f], __shfl_xor_sync(~0u, top[f], 2));
+        float largest[2] = {fmaxf(s[2 * f], s[2 * f + 1]), fmaxf(s[2 * f + 4], s[2 * f + 5])};  // of even and odd tiles
+#pragma unroll
+        for (int i = 8; i < kSlots / 2; i += 4) {
+            float& x = largest[i / 4 % 2];
+            x = fmaxf(x, fmaxf(s[i + 2 * f], s[i + 2 * f + 1]));
+        }
+        top[f] = fmaxf(largest[0], largest[1]);
     }
+#pragma unroll
+    for (int f = 0; f < 2; ++f) top[f] = fmaxf(top[f], __shfl_xor_sync(~0u, top[f], 1));
+#pragma unroll
+    for (int f = 0; f < 2; ++f) top[f] = __fmul_rn(fmaxf(top[f], __shfl_xor_sync(~0u, top[f], 2)), scale);
+    return scale;
 }
 
 // The sink in log2
@@ -337,15 +348,19 @@ MDI_DEVICE float sink_of(const SparseParams& params, int head) { return __fmul_r
 // The maximum that P refers to moves only when it must, so that O is hardly ever rescaled: P is at most 2^kMaxSlack.
 MDI_DEVICE float next_max(float m, float top) { return top > m + kMaxSlack ? top : m; }
 
-// p = 2^(s - max): the sum takes it unrounded, the products rounded.
-MDI_DEVICE void exponentiate(const float (&s)[kSlots / 2], const float (&new_max)[2], float (&part)[2], uint32_t (&p)[kSlots / 4]) {
-    part[0] = part[1] = 0.f;
+// p = 2^(scale * s - max): this thread's part of the sums takes it unrounded, the products rounded.
+MDI_DEVICE void exponentiate(const float (&s)[kSlots / 2], float scale, const float (&new_max)[2], float (&part)[2],
+                             uint32_t (&p)[kSlots / 4]) {
+    float sums[2][2] = {};  // of even and odd tiles
 #pragma unroll
     for (int i = 0; i < kSlots / 4; ++i) {
-        const float p0 = ptx::exp2_approx(s[2 * i] - new_max[i % 2]), p1 = ptx::exp2_approx(s[2 * i + 1] - new_max[i % 2]);
-        part[i % 2] += p0 + p1;
+        const float p0 = ptx::exp2_approx(__fmaf_rn(s[2 * i], scale, -new_max[i % 2]));
+        const float p1 = ptx::exp2_approx(__fmaf_rn(s[2 * i + 1], scale, -new_max[i % 2]));
+        sums[i / 2 % 2][i % 2] += p0 + p1;
         p[i] = ptx::pack_bf16x2(p0, p1);
     }
+    part[0] = sums[0][0] + sums[1][0];
+    part[1] = sums[0][1] + sums[1][1];
 }
 
 // What O is multiplied by; sink: in log2. The exponent is kept finite; a NaN sink stays NaN.
