@@ -277,11 +277,14 @@ __device__ __forceinline__ float load_shared_float(uint32_t smem) {
     return x;
 }
 
+// Registers of a token's weights: of head pairs 2i and 2i + 1 the first one's apart and the second one's together. A bf16x2
+// multiply takes two turns of half of the FMA pipe, unpacking its result two of the ALU; half of each suits both.
+constexpr int kWeights = kHeads / 4 * 3;
+
 // Head sums of one token for the thread's two keys; accumulators 4j, 4j + 1 are heads 2j, 2j + 1 of the even key, the next two of
 // the odd one. Partial sum r takes heads 8i + 2r, 8i + 2r + 1 for ascending i. They start from their first term, not from +0;
 // that can only make a zero negative, see Consumer::finish.
-__device__ __forceinline__ void head_sums(const uint32_t (&acc)[kAccumulators], const uint32_t (&weight)[kHeads],
-                                          float (&sum)[2]) {
+__device__ __forceinline__ void head_sums(const uint32_t (&acc)[kAccumulators], const uint32_t (&weight)[kWeights], float (&sum)[2]) {
 #pragma unroll
     for (int key = 0; key < 2; ++key) {
         float part[4];
@@ -289,9 +292,14 @@ __device__ __forceinline__ void head_sums(const uint32_t (&acc)[kAccumulators], 
         for (int j = 0; j < kHeads / 2; ++j) {
             const int i = 4 * j + 2 * key;
             const uint32_t pair = ptx::pack_bf16x2(int_relu(acc[i]), int_relu(acc[i + 1]));
-            // weights have a zero low half, so that a product's bits are those of an fp32 number
-            const float even = bits_float(mul_low_bf16x2(pair, weight[2 * j]));
-            const float odd = bits_float(ptx::mul_bf16x2(pair, weight[2 * j + 1]));
+            float even, odd;
+            if (j % 2 == 0) {  // weights with a zero low half: the bits of a product are those of an fp32 number
+                even = bits_float(mul_low_bf16x2(pair, weight[j / 2 * 3]));
+                odd = bits_float(ptx::mul_bf16x2(pair, weight[j / 2 * 3 + 1]));
+            } else {
+                const uint32_t value = ptx::mul_bf16x2(pair, weight[j / 2 * 3 + 2]);
+                even = bits_float(value << 16), odd = bits_float(value & 0xffff0000u);
+            }
             part[j % 4] = j < 4 ? even + odd : (part[j % 4] + even) + odd;
         }
         sum[key] = (part[0] + part[1]) + (part[2] + part[3]);
@@ -360,12 +368,6 @@ __device__ __forceinline__ void fill_neg_inf(uint16_t* row, int begin, int end, 
 }
 
 struct Consumer {
-    struct Token {
-        uint16_t* row;
-        int visible;
-        bool mine;  // belongs to the current run
-    };
-
     // The products of a tile: 64 keys x 4 tokens. Operands at shared addresses; only the low descriptor word differs.
     static __device__ __forceinline__ void issue(uint32_t (&acc)[kAccumulators], uint32_t keys, uint32_t queries) {
         constexpr uint64_t kHigh = uint64_t{static_cast<uint32_t>(Swizzle::k128B)} << 62 | uint64_t{1024 / 16} << 32;
@@ -379,16 +381,15 @@ struct Consumer {
         return ptx::pack_bf16x2(__fmaf_rn(sum[0], factor_even, 0.0f), __fmaf_rn(sum[1], factor_odd, 0.0f));
     }
 
-    // Columns column and column + 1 of a token
-    static __device__ __forceinline__ void store(const Token& token, int column, int num_cols, bool aligned, uint32_t pair) {
-        if (column >= token.visible) pair = (pair & 0xffff0000u) | kNegInfBf16;
-        if (column + 1 >= token.visible) pair = (pair & 0xffffu) | static_cast<uint32_t>(kNegInfBf16) << 16;
-        if (!token.mine) return;
+    // Columns column and column + 1 of a token that sees `visible` entries, at `out`
+    static __device__ __forceinline__ void store(uint16_t* out, int column, int visible, int num_cols, bool aligned, uint32_t pair) {
+        if (column >= visible) pair = (pair & 0xffff0000u) | kNegInfBf16;
+        if (column + 1 >= visible) pair = (pair & 0xffffu) | static_cast<uint32_t>(kNegInfBf16) << 16;
         if (aligned && column + 1 < num_cols) {
-            *reinterpret_cast<uint32_t*>(token.row + column) = pair;
+            *reinterpret_cast<uint32_t*>(out) = pair;
         } else {
-            if (column < num_cols) token.row[column] = static_cast<uint16_t>(pair);
-            if (column + 1 < num_cols) token.row[column + 1] = static_cast<uint16_t>(pair >> 16);
+            if (column < num_cols) out[0] = static_cast<uint16_t>(pair);
+            if (column + 1 < num_cols) out[1] = static_cast<uint16_t>(pair >> 16);
         }
     }
 
@@ -410,31 +411,30 @@ struct Consumer {
             ptx::mbarrier_wait(at(&shared.query_full[buffer]), query_phase);
             const QueryMeta& meta = shared.meta[buffer];
             const uint32_t queries = at(shared.queries[buffer][group]);
-            uint32_t weight[kHeads];  // bf16 in the upper half
+            uint32_t weight[kWeights];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 uint32_t four[4];
                 load_shared_128(four, at(meta.weight[group][i][t]));
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    weight[8 * i + 2 * j] = four[j] << 16;
-                    weight[8 * i + 2 * j + 1] = four[j] & 0xffff0000u;
+                for (int j = 0; j < 4; j += 2) {
+                    uint32_t* three = weight + (4 * i + j) / 2 * 3;
+                    three[0] = four[j] << 16, three[1] = four[j] & 0xffff0000u, three[2] = four[j + 1];
                 }
             }
             fence_registers(weight);  // keeps the compiler from unpacking them again for every tile
             const int number = group * kGroupTokens + t;
-            Token token;
-            token.visible = meta.visible[number];
-            token.row = p.out + static_cast<int64_t>(unit.block * kTokens + number) * p.out_stride;
-            const int num_runs = meta.num_runs;
-            for (int r = 0; r < num_runs; ++r) {
-                const Run run = meta.run[r];
+            for (int r = 0; r < meta.num_runs; ++r) {  // what is rarely wanted stays in shared memory: registers are scarce
+                const Run& run = meta.run[r];
                 const int num_tiles = tiles_of(unit, run.limit);
-                token.mine = number >= run.begin && number < run.end;
-                // tiles that end at or before this column need no condition in the warp
-                const int plain = __reduce_min_sync(0xffffffffu, aligned && token.mine ? min_of(p.num_cols, token.visible) : 0);
-                int column = unit.first_col + warp * 16 + 2 * g;
-                for (int tile = 0; tile < num_tiles; ++tile, column += kTileKeys) {
+                const auto mine = [&](int token) { return token >= run.begin && token < run.end; };
+                // the first tiles need no condition in any lane: the run's tokens see all of their columns
+                const int plain = __reduce_min_sync(0xffffffffu, aligned && mine(number) ? min_of(p.num_cols, meta.visible[number]) : 0);
+                const int plain_tiles = max_of(0, plain - unit.first_col) / kTileKeys;
+                const int first_col = unit.first_col + warp * 16 + 2 * g;
+                uint8_t* block_out = reinterpret_cast<uint8_t*>(p.out + static_cast<int64_t>(unit.block) * kTokens * p.out_stride);
+                uint32_t offset = (static_cast<uint32_t>(number) * static_cast<uint32_t>(p.out_stride) + first_col) * 2;
+                for (int tile = 0; tile < num_tiles; ++tile, offset += kTileKeys * 2) {
                     const uint32_t keys = at(&shared.stage) + stage * static_cast<uint32_t>(sizeof(SharedStorage::Stage));
                     ptx::mbarrier_wait(at(shared.full) + 8 * stage, phase);
                     __syncwarp();
@@ -452,13 +452,14 @@ struct Consumer {
                     float sum[2];
                     head_sums(acc, weight, sum);
                     const uint32_t pair = finish(sum, factor_even, factor_odd);
-                    if (unit.first_col + (tile + 1) * kTileKeys <= plain) *reinterpret_cast<uint32_t*>(token.row + column) = pair;
-                    else store(token, column, p.num_cols, aligned, pair);
+                    uint16_t* out = reinterpret_cast<uint16_t*>(block_out + offset);
+                    if (tile < plain_tiles) *reinterpret_cast<uint32_t*>(out) = pair;
+                    else if (mine(number)) store(out, first_col + tile * kTileKeys, meta.visible[number], p.num_cols, aligned, pair);
                 }
                 const int filled = unit.first_col + num_tiles * kTileKeys;
-                const int mine = group * kGroupTokens + warp;
-                if (mine >= run.begin && mine < run.end)
-                    fill_neg_inf(p.out + static_cast<int64_t>(unit.block * kTokens + mine) * p.out_stride, filled, unit.end_col, lane);
+                const int other = group * kGroupTokens + warp;  // one token a warp
+                if (mine(other))
+                    fill_neg_inf(p.out + static_cast<int64_t>(unit.block * kTokens + other) * p.out_stride, filled, unit.end_col, lane);
             }
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(at(&shared.query_empty[buffer]));
