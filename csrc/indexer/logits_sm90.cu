@@ -277,29 +277,20 @@ __device__ __forceinline__ float load_shared_float(uint32_t smem) {
     return x;
 }
 
-// Registers of a token's weights: of head pairs 2i and 2i + 1 the first one's apart and the second one's together. A bf16x2
-// multiply takes two turns of half of the FMA pipe, unpacking its result two of the ALU; half of each suits both.
-constexpr int kWeights = kHeads / 4 * 3;
-
 // Head sums of one token for the thread's two keys; accumulators 4j, 4j + 1 are heads 2j, 2j + 1 of the even key, the next two of
 // the odd one. Partial sum r takes heads 8i + 2r, 8i + 2r + 1 for ascending i. They start from their first term, not from +0;
 // that can only make a zero negative, see Consumer::finish.
-__device__ __forceinline__ void head_sums(const uint32_t (&acc)[kAccumulators], const uint32_t (&weight)[kWeights], float (&sum)[2]) {
+__device__ __forceinline__ void head_sums(const uint32_t (&acc)[kAccumulators], const uint32_t (&weight)[kHeads], float (&sum)[2]) {
 #pragma unroll
     for (int key = 0; key < 2; ++key) {
         float part[4];
 #pragma unroll
         for (int j = 0; j < kHeads / 2; ++j) {
             const int i = 4 * j + 2 * key;
-            const uint32_t pair = ptx::pack_bf16x2(int_relu(acc[i]), int_relu(acc[i + 1]));
-            float even, odd;
-            if (j % 2 == 0) {  // weights with a zero low half: the bits of a product are those of an fp32 number
-                even = bits_float(mul_low_bf16x2(pair, weight[j / 2 * 3]));
-                odd = bits_float(ptx::mul_bf16x2(pair, weight[j / 2 * 3 + 1]));
-            } else {
-                const uint32_t value = ptx::mul_bf16x2(pair, weight[j / 2 * 3 + 2]);
-                even = bits_float(value << 16), odd = bits_float(value & 0xffff0000u);
-            }
+            const uint32_t pair = relu_dots(acc[i], acc[i + 1]);
+            // weights have a zero low half, so that a product's bits are those of an fp32 number
+            const float even = bits_float(mul_low_bf16x2(pair, weight[2 * j]));
+            const float odd = bits_float(ptx::mul_bf16x2(pair, weight[2 * j + 1]));
             part[j % 4] = j < 4 ? even + odd : (part[j % 4] + even) + odd;
         }
         sum[key] = (part[0] + part[1]) + (part[2] + part[3]);
@@ -411,15 +402,15 @@ struct Consumer {
             ptx::mbarrier_wait(at(&shared.query_full[buffer]), query_phase);
             const QueryMeta& meta = shared.meta[buffer];
             const uint32_t queries = at(shared.queries[buffer][group]);
-            uint32_t weight[kWeights];
+            uint32_t weight[kHeads];  // bf16 in the upper half
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 uint32_t four[4];
                 load_shared_128(four, at(meta.weight[group][i][t]));
 #pragma unroll
-                for (int j = 0; j < 4; j += 2) {
-                    uint32_t* three = weight + (4 * i + j) / 2 * 3;
-                    three[0] = four[j] << 16, three[1] = four[j] & 0xffff0000u, three[2] = four[j + 1];
+                for (int j = 0; j < 4; ++j) {
+                    weight[8 * i + 2 * j] = four[j] << 16;
+                    weight[8 * i + 2 * j + 1] = four[j] & 0xffff0000u;
                 }
             }
             fence_registers(weight);  // keeps the compiler from unpacking them again for every tile
