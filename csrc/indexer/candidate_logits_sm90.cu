@@ -41,7 +41,7 @@ constexpr int kCodeBytes = kBlockKeys * kDim;
 constexpr int kBlockBytes = kCodeBytes + kBlockKeys * 4;  // 1,056: codes, then the factors of the 8 keys
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * 32;
-constexpr int kMaxBuckets = 512;  // with at most 512 thread blocks
+constexpr int kMaxBuckets = 512;
 constexpr int kMaxCandidates = 8192;
 constexpr int kSharedBytes = 226 * 1024;
 
@@ -61,6 +61,7 @@ MDI_HOST_DEVICE constexpr int position_of(uint32_t item) { return static_cast<in
 MDI_HOST_DEVICE constexpr int slot_of(uint32_t item) { return static_cast<int>(item >> 16 & 0xfffu); }
 MDI_HOST_DEVICE constexpr int count_of(uint32_t item) { return static_cast<int>(item >> 28) + 1; }
 static_assert(kMaxSlots < 1 << 12 && kMaxCandidates <= 1 << 16, "fields of an item");
+static_assert(int64_t{kMaxBuckets} * kMaxBuckets * kMaxSlots < int64_t{1} << 32, "division by multiplication");
 
 struct Workspace {
     TokenRecord* tokens;      // [T]
@@ -177,7 +178,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
 
     const int limit = ceil_div(visible, kBlockKeys);  // blocks from here on have no visible entry
     const int first = seq * w.num_blocks;             // number of the sequence's first block
-    const uint32_t inverse = 0xffffffffu / static_cast<uint32_t>(w.num_owners) + 1;  // exact: num_owners^2 * kMaxSlots * rounds < 2^32
+    // number * inverse >> 32 is number / num_owners while their product is below 2^32; numbers are below kMaxBuckets * kMaxSlots
+    const uint32_t inverse = 0xffffffffu / static_cast<uint32_t>(w.num_owners) + 1;
     const int32_t* candidates = p.candidates + token * p.num_candidates;
     uint4* out = reinterpret_cast<uint4*>(p.out + token * p.out_stride);
 #pragma unroll 8
@@ -186,7 +188,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
         uint32_t place = 0xffffffffu;
         if (id >= 0 && id < limit) {
             const int number = first + id;
-            const int turn = static_cast<int>(static_cast<uint64_t>(number) * inverse >> 32);  // number / num_owners
+            const int turn = static_cast<int>(static_cast<uint64_t>(number) * inverse >> 32);
             const int round = w.num_rounds == 1 ? 0 : turn / w.num_slots;
             const int bucket = round * w.num_owners + number - turn * w.num_owners;
             place = static_cast<uint32_t>(bucket) << 16 | static_cast<uint32_t>(atomicAdd(&count[bucket], 1));
