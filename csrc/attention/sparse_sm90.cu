@@ -201,7 +201,7 @@ struct Producer {
         int item = at.item, next_item;  // the number of items: none
         bool is_first = true, next_is_first;
         row.settle(params, load_index(params, at, tile_row), at.first_slot + tile_row);
-        packed.start(params, row, lane);
+        packed.start(params, row, part);
         at.advance(params);
         next_row.settle(params, load_index(params, at, tile_row), at.first_slot + tile_row);
         next_item = at.item;
@@ -226,11 +226,11 @@ struct Producer {
             ptx::mbarrier_wait(address_of(&shared.empty[buffer][0]), parity);
             if (windows) {
                 ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
-                packed.start_second(params, row, lane, warp, tile);
+                packed.start_second(params, row, part, tile);
             }
             write_quarter<0>(to, packed, row, part, buffer);
             packed.take<1>(row, part, tile);
-            if (only_windows) packed.start(params, next_row, lane);
+            if (only_windows) packed.start(params, next_row, part);
             write_quarter<1>(to, packed, row, part, buffer);
             if (only_windows) {
                 Packed::wait<1>();  // the next rows came after
@@ -239,7 +239,7 @@ struct Producer {
             }
             if (is_first) finish_query(item);
             packed.take<2>(row, part, tile);
-            if (!only_windows) packed.start(params, next_row, lane);
+            if (!only_windows) packed.start(params, next_row, part);
             ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
             write_quarter<2>(to, packed, row, part, buffer);
             packed.take<3>(row, part, tile);
