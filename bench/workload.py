@@ -4,6 +4,7 @@ rows that were never computed."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ class Workload:
         """New tokens of a rank in one step."""
         return sum(request.new_tokens for request in self.requests)
 
+    @property
+    def context_len(self) -> int:
+        """Tokens of the longest request."""
+        return max(request.context_len for request in self.requests)
+
     def token_ids(self, index: int, rank: int, allowed: np.ndarray) -> np.ndarray:
         """int64 [context_len]: the ids of request `index` on a rank, drawn from `allowed` int64 [n]."""
         length = self.requests[index].context_len
@@ -72,6 +78,30 @@ def single_request(context_len: int, cached_len: int | None, new_tokens: int, se
     if cached_len is None:
         cached_len = context_len - new_tokens
     return Workload("single", seed, max(cached_len, 0), (Request(context_len, cached_len, new_tokens),))
+
+
+# Workloads that are measured together, as parse_workload reads them: contexts of one chunk, chunk sizes at the full context, and
+# one chunk of several short requests instead of one long one.
+SUITES: dict[str, tuple[str, ...]] = {
+    "contexts": ("4096@126976", "4096@32768", "4096@8192", "4096@0"),
+    "chunks": ("2048@126976", "4096@126976", "8192@122880"),
+    "packed": ("4096@0", "8x512@0", "64x64@0", "8x512@7680"),
+}
+SUITES["all"] = tuple(dict.fromkeys(spec for specs in SUITES.values() for spec in specs))
+
+
+def parse_workload(text: str, seed: int) -> Workload:
+    """A workload file, or `[COUNTx]NEW@CACHED`: COUNT equal requests of NEW tokens behind CACHED cached ones, e.g. 8x512@7680.
+
+    Raises ValueError saying what is allowed.
+    """
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)@(\d+)", text)
+    if match is None:
+        if not Path(text).is_file():
+            raise ValueError(f"workload {text!r}: must be a JSON file or [COUNTx]NEW@CACHED such as 4096@126976 or 8x512@0")
+        return read_workload(text)
+    count, new_tokens, cached_len = int(match[1] or 1), int(match[2]), int(match[3])
+    return Workload(text, seed, cached_len, (Request(cached_len + new_tokens, cached_len, new_tokens),) * count)
 
 
 def read_workload(path: str | Path) -> Workload:

@@ -12,8 +12,9 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from .scheduler import UNKNOWN_ID, Chunk, FinishReason, Request, Scheduler
 from .stages import stage
 from .tokenizer import Tokenizer, check_prompt_ids
 from .weights import Weights, dummy_weights, load_weights
+
+if TYPE_CHECKING:
+    from .decode_graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +72,8 @@ class LLM:
         FileNotFoundError  a part of the checkpoint is missing
     """
 
+    graphs: DecodeGraphs | None = None  # runs the steps of one token per request, where it can
+
     def __init__(self, model: str | Path, **options: Any) -> None:
         known = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
         unknown = sorted(set(options) - set(known))
@@ -91,6 +97,14 @@ class LLM:
         caches = _make_caches(config, chosen, plan.num_pages, device)
         network = Model(config, chosen.profile(), weights, caches, parallel, device, max_model_len=plan.max_model_len)
         self._assemble(config, chosen, caches, network, parallel, hasher, known_ids, tokenizer, plan)
+        if chosen.cuda_graph:
+            from .decode_graphs import DecodeGraphs, why_not
+
+            reason = why_not(device, chosen.profile(), parallel)
+            if reason is None:
+                self.graphs = DecodeGraphs(network, hasher, max_seqs=chosen.max_num_seqs, max_len=plan.max_model_len)
+            else:
+                logger.info("decode steps run without CUDA graphs: %s", reason)
 
     @classmethod
     def from_parts(
@@ -231,9 +245,14 @@ class LLM:
             chunks = self.scheduler.plan()
             if not chunks and self.parallel.world == 1:
                 return []
-            batch = build_batch(self.config, [chunk.as_input() for chunk in chunks], self.caches.geometry, self.caches.device, self.hasher)
+            inputs = [chunk.as_input() for chunk in chunks]
+            if self.graphs is not None and self.graphs.fits(inputs):
+                forward = partial(self.graphs.forward, inputs)
+            else:
+                batch = build_batch(self.config, inputs, self.caches.geometry, self.caches.device, self.hasher)
+                forward = partial(self.model.forward, batch)
         try:
-            logits = self.model.forward(batch)
+            logits = forward()
         except Exception as error:
             for chunk in chunks:
                 self.scheduler.abort(chunk.request, "error", f"the step failed: {error}")

@@ -65,6 +65,7 @@ class EngineConfig:
                                choices=("auto", "dummy"))
     ep_size: int = _option(1, "expert-parallel ranks, one process each", low=1)
     ep_loopback: int = _option(1, "act as rank 0 of this many ranks in one process (measurement)", low=1)
+    cuda_graph: bool = _option(True, "on a GPU, decode steps are CUDA graphs (one process only)")
     seed: int = _option(0, "seed of sampling and of dummy weights", low=0)
 
     def __post_init__(self) -> None:
@@ -101,6 +102,8 @@ class EngineConfig:
             text = f.metadata["help"] + (f" (default {shown})" if shown != "" else "")
             if isinstance(f.default, bool):
                 parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
+                if "_" in f.name:
+                    parser.add_argument("--no_" + f.name, dest=f.name, action="store_false", help=argparse.SUPPRESS)
             elif isinstance(f.default, int) or f.default is None:
                 kind = _int_or_auto if f.default is None else int
                 parser.add_argument(flag, type=kind, default=default, help=text)

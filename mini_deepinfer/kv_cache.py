@@ -89,6 +89,10 @@ class CacheGeometry:
     def window_rows(self) -> int:
         return self.chunk_row + self.max_tokens
 
+    def scratch_tail(self, ratio: int) -> int:
+        """The tail row behind those of all slots: what a fixed number of tail copies has too many goes there, nobody reads it."""
+        return self.num_slots * (ratio - 1)
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
@@ -106,11 +110,11 @@ def window_bytes(config: ModelConfig, num_rows: int) -> int:
 
 def cache_bytes(config: ModelConfig, geometry: CacheGeometry) -> dict[str, int]:
     """Memory plan: bytes by kind, without allocating."""
-    tails = sum(plan.ratio - 1 for plan in config.layers if plan.owns_kv)
+    tails = sum(geometry.scratch_tail(plan.ratio) + 1 for plan in config.layers if plan.owns_kv and plan.ratio > 1)
     return {
         "window": window_bytes(config, geometry.window_rows),
         "pages": geometry.num_pages * page_bytes(config, geometry.page_size),
-        "tails": 2 * geometry.num_slots * tails * config.head_dim * 4,
+        "tails": 2 * tails * config.head_dim * 4,
     }
 
 
@@ -121,8 +125,8 @@ class Caches:
         window[layer]       uint8 [num_slots*W + max_tokens, D + D/32]      rings (row slot*W + pos%W), then the chunk
         compressed[owner]   uint8 [num_pages*page_size/r, D/2 + D/16]
         index_keys[owner]   uint8 [num_pages*page_size/r, Di/2 + Di/32]
-        tail_kv[owner]      float32 [num_slots*(r-1), D]                    only owners with r > 1
-        tail_score[owner]   float32 [num_slots*(r-1), D]
+        tail_kv[owner]      float32 [num_slots*(r-1) + 1, D]                only owners with r > 1; the last row is scratch
+        tail_score[owner]   float32 [num_slots*(r-1) + 1, D]
     All memory starts as zeros; nothing in it is ever read before the step that wrote it (tests poison it).
 
     Raises:
@@ -164,7 +168,7 @@ class Caches:
             self.compressed[plan.index] = rows(entries, compressed_row_bytes(dim))
             self.index_keys[plan.index] = rows(entries, index_key_bytes(config.index_head_dim))
             if plan.ratio > 1:
-                shape = (num_slots * (plan.ratio - 1), dim)
+                shape = (self.geometry.scratch_tail(plan.ratio) + 1, dim)
                 self.tail_kv[plan.index] = torch.zeros(shape, dtype=torch.float32, device=self.device)
                 self.tail_score[plan.index] = torch.zeros(shape, dtype=torch.float32, device=self.device)
 
@@ -181,6 +185,10 @@ class Caches:
         """Fill every byte, e.g. with NaN patterns (0xFF is NaN as e4m3, E8M0, E4M3 scale and float32). For tests."""
         for tensor in self.tensors():
             tensor.view(torch.uint8).fill_(byte)
+
+    def carry_windows(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """After a step, in every layer: the last rows of each chunk become the ring of its request (batch.ring_src, ring_dst)."""
+        self._windows[:, dst] = self._windows[:, src]
 
     def begin_snapshot(self, slot: int, start: int, boundary: int) -> torch.Tensor:
         """Before the step of tokens start.. : the rows of the old ring that a snapshot at `boundary` still needs.

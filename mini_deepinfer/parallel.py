@@ -1,8 +1,11 @@
 """Expert parallelism: how the rows of a step travel between ranks (architecture, section 5).
 
 Attention is data parallel and experts are expert parallel: every rank sends its token rows to all ranks
-(:meth:`ExpertParallel.all_gather`), computes its own experts for all of them and sends the partial sums back
-(:meth:`ExpertParallel.reduce_scatter`). Ranks step together; a rank without tokens takes part with zero rows.
+(:meth:`ExpertParallel.start_all_gather`), computes its own experts for all of them and sends the partial sums back
+(:meth:`ExpertParallel.start_scatter`). Ranks step together; a rank without tokens takes part with zero rows.
+
+On GPUs the exchange runs on a stream of its own beside the kernels of the step, from `start_...` until `wait()` of what it
+returned. Its memory belongs to the step's stream and is held until that stream has waited, so nothing is reused too early.
 
 Three implementations: :class:`SingleProcess`, :class:`ProcessGroup` (gloo on CPU, NCCL on GPU) and :class:`Loopback`
 (one process that does the work of rank 0 of a larger group without the links).
@@ -10,6 +13,8 @@ Three implementations: :class:`SingleProcess`, :class:`ProcessGroup` (gloo on CP
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import socket
 import sys
@@ -17,26 +22,44 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from mini_deepinfer.env_variables import read_env
-from mini_deepinfer.stages import COMMUNICATION, stage
+from mini_deepinfer.stages import GATHER, SCATTER, beside, stage
 
 START_TIMEOUT_S = 25.0  # for all ranks to appear
 STEP_TIMEOUT_S = 600.0  # for a rank that is alive to reach a collective that another rank waits in
+LIBRARY_MARGIN_S = 60.0  # NCCL's own limit comes later: it ends a process without naming the rank that is behind
 HEARTBEAT_TIMEOUT_S = 20.0  # a rank on another host that is silent for so long is dead; on this host its pid tells
 POLL_S = 0.5
 
 # torch 2.13 renamed it and warns about the old name.
-_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Result = TypeVar("Result")
+
+
+class Exchange(Generic[Result]):
+    """Rows on their way between the ranks. `wait` must be called once; its result is for the current stream."""
+
+    def __init__(self, finish: Callable[[], Result], held: Any = None) -> None:
+        self._finish: Callable[[], Result] | None = finish
+        self._held = held  # memory that the exchange reads
+
+    def wait(self) -> Result:
+        """The rows, as soon as the current stream has them (the host does not wait for a GPU)."""
+        if self._finish is None:
+            raise RuntimeError("parallel: wait() was called twice on one exchange")
+        finish, self._finish = self._finish, None
+        result = finish()
+        self._held = None
+        return result
 
 
 class ExpertParallel(ABC):
@@ -51,6 +74,7 @@ class ExpertParallel(ABC):
     def __init__(self) -> None:
         self.step = 0  # steps begun so far, counted by gather_counts; for messages
         self.collectives: Counter[str] = Counter()  # collectives this rank took part in, by name
+        self.received_bytes: Counter[str] = Counter()  # of other ranks' rows, by stage name
 
     @property
     def num_collectives(self) -> int:
@@ -64,14 +88,30 @@ class ExpertParallel(ABC):
         self.step += 1
         return self._gather_counts(num_tokens)
 
+    def start_all_gather(self, tensors: Sequence[torch.Tensor], counts: list[int]) -> Exchange[list[torch.Tensor]]:
+        """all_gather of several tensors of rows; `wait` gives them in the same order."""
+        for rows in tensors:
+            self._check_rows("all_gather", rows, self._own_count(counts))
+        return self._start_all_gather(tensors, counts)
+
+    def start_gather_routes(
+        self, ids: torch.Tensor, weights: torch.Tensor, counts: list[int]
+    ) -> Exchange[list[torch.Tensor]]:
+        """all_gather of routed expert ids [T, k] and their weights [T, k]; :class:`Loopback` varies the ids per stand-in rank."""
+        return self.start_all_gather([ids, weights], counts)
+
+    def start_scatter(self, partial: torch.Tensor, counts: list[int]) -> Exchange[torch.Tensor]:
+        """partial [sum(counts), ...] of every rank -> [P, T, ...]: what each of P ranks has for this rank's rows, in rank order.
+
+        P is the number of ranks that send: world, but 1 for :class:`Loopback`.
+        """
+        self._own_count(counts)
+        self._check_rows("scatter", partial, sum(counts))
+        return self._start_scatter(partial, counts)
+
     def all_gather(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """rows [T, ...] of any dtype on every rank -> [sum(counts), ...], rank 0's rows first."""
-        self._check_rows("all_gather", rows, self._own_count(counts))
-        return self._all_gather(rows, counts)
-
-    def all_gather_expert_ids(self, ids: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """all_gather of routed expert ids [T, k]; :class:`Loopback` varies them per stand-in rank."""
-        return self.all_gather(ids, counts)
+        return self.start_all_gather([rows], counts).wait()[0]
 
     def reduce_scatter(
         self, partial: torch.Tensor, counts: list[int], *, out_dtype: torch.dtype | None = None
@@ -80,9 +120,11 @@ class ExpertParallel(ABC):
 
         The sum is taken in float32 in ascending rank order and rounded once, to out_dtype (None: partial's dtype).
         """
-        self._own_count(counts)
-        self._check_rows("reduce_scatter", partial, sum(counts))
-        return self._reduce_scatter(partial, counts).to(out_dtype or partial.dtype)
+        parts = self.start_scatter(partial, counts).wait()
+        total = parts[0]
+        for part in parts[1:]:
+            total = total.to(torch.float32) + part
+        return total.to(out_dtype or partial.dtype)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Picklable values of all ranks, in rank order. For results at the end of a job, not for steps."""
@@ -126,10 +168,10 @@ class ExpertParallel(ABC):
     def _gather_counts(self, num_tokens: int) -> list[int]: ...
 
     @abstractmethod
-    def _all_gather(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor: ...
+    def _start_all_gather(self, tensors: Sequence[torch.Tensor], counts: list[int]) -> Exchange[list[torch.Tensor]]: ...
 
     @abstractmethod
-    def _reduce_scatter(self, partial: torch.Tensor, counts: list[int]) -> torch.Tensor: ...
+    def _start_scatter(self, partial: torch.Tensor, counts: list[int]) -> Exchange[torch.Tensor]: ...
 
 
 class SingleProcess(ExpertParallel):
@@ -138,11 +180,11 @@ class SingleProcess(ExpertParallel):
     def _gather_counts(self, num_tokens: int) -> list[int]:
         return [num_tokens]
 
-    def _all_gather(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        return rows
+    def _start_all_gather(self, tensors: Sequence[torch.Tensor], counts: list[int]) -> Exchange[list[torch.Tensor]]:
+        return Exchange(lambda: list(tensors))
 
-    def _reduce_scatter(self, partial: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        return partial
+    def _start_scatter(self, partial: torch.Tensor, counts: list[int]) -> Exchange[torch.Tensor]:
+        return Exchange(lambda: partial.unsqueeze(0))
 
 
 class Loopback(ExpertParallel):
@@ -169,7 +211,10 @@ class Loopback(ExpertParallel):
     def _gather_counts(self, num_tokens: int) -> list[int]:
         return [num_tokens] * self.world
 
-    def _all_gather(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def _start_all_gather(self, tensors: Sequence[torch.Tensor], counts: list[int]) -> Exchange[list[torch.Tensor]]:
+        return Exchange(lambda: [self._repeat(rows) for rows in tensors])
+
+    def _repeat(self, rows: torch.Tensor) -> torch.Tensor:
         if rows.dim() == 1:
             return rows.repeat(self.world)
         wide = rows.flatten(1).view(torch.uint8)
@@ -177,17 +222,23 @@ class Loopback(ExpertParallel):
             wide = wide.view(torch.int64)
         return wide.repeat(self.world, 1).view(rows.dtype).view(-1, *rows.shape[1:])
 
-    def all_gather_expert_ids(self, ids: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """ids [T, k] -> [world * T, k]. The ids of a stand-in's token are not sorted."""
-        self._check_rows("all_gather_expert_ids", ids, self._own_count(counts))
+    def start_gather_routes(
+        self, ids: torch.Tensor, weights: torch.Tensor, counts: list[int]
+    ) -> Exchange[list[torch.Tensor]]:
+        """ids, weights [T, k] -> [world * T, k]. The ids of a stand-in's token are not sorted."""
+        for rows in (ids, weights):
+            self._check_rows("gather_routes", rows, self._own_count(counts))
+        return Exchange(lambda: [self._permute(ids), self._repeat(weights)])
+
+    def _permute(self, ids: torch.Tensor) -> torch.Tensor:
         if self._permutations.device != ids.device:
             self._permutations = self._permutations.to(ids.device)
             self._offsets = self._offsets.to(ids.device)
         index = ids.unsqueeze(0) + self._offsets.view(-1, 1, 1)
         return self._permutations[index].flatten(0, 1).to(ids.dtype)
 
-    def _reduce_scatter(self, partial: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        return partial[: counts[0]]
+    def _start_scatter(self, partial: torch.Tensor, counts: list[int]) -> Exchange[torch.Tensor]:
+        return Exchange(lambda: partial[: counts[0]].unsqueeze(0))
 
 
 class ProcessGroup(ExpertParallel):
@@ -212,9 +263,15 @@ class ProcessGroup(ExpertParallel):
         if not 0 <= self.rank < self.world:
             raise ValueError(f"parallel: RANK must be in 0..WORLD_SIZE-1, got RANK={self.rank} WORLD_SIZE={self.world}")
         self.device = torch.device(device)
+        self.overlap = True  # False: the step's stream waits for every exchange at once (to measure what overlapping hides)
         self._closed = False
-        if self.device.type == "cuda":  # before the group is made: NCCL binds to the current device
+        self._stream: torch.cuda.Stream | None = None
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:  # before the group is made: NCCL binds to this device
+            self.device = torch.device("cuda", torch.cuda.current_device() if self.device.index is None else self.device.index)
             torch.cuda.set_device(self.device)
+            # High priority: the few blocks of a collective must not queue behind all blocks of a product.
+            self._stream = torch.cuda.Stream(self.device, priority=-1)
         address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _launcher_value("MASTER_PORT")
         # torchrun's agent hosts the store; without it rank 0 does.
         hosts_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -230,13 +287,18 @@ class ProcessGroup(ExpertParallel):
         )
         self._watch.wait_for_all(deadline)
         self._watch.start()
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(f"mdi/group/{attempt}", self._store),
-            rank=self.rank,
-            world_size=self.world,
-            timeout=timedelta(seconds=step_timeout_s),
-        )
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                store=dist.PrefixStore(f"mdi/group/{attempt}", self._store),
+                rank=self.rank,
+                world_size=self.world,
+                timeout=timedelta(seconds=step_timeout_s + (LIBRARY_MARGIN_S if on_gpu else 0.0)),
+                device_id=self.device if on_gpu else None,  # connect now: a fault of the links shows here, not in a step
+            )
+        except Exception as error:
+            self.abort(error)
+            raise
         self._watch.hook_exceptions()
 
     def _collective(self, name: str, call: Callable[[], Result]) -> Result:
@@ -256,47 +318,93 @@ class ProcessGroup(ExpertParallel):
     def _gather_counts(self, num_tokens: int) -> list[int]:
         own = torch.tensor([num_tokens], dtype=torch.int64)  # on the CPU: no device synchronisation
         counts = torch.empty(self.world, dtype=torch.int64)
-        self._collective("gather_counts", lambda: _all_gather_into(counts, own))
+        self._collective("gather_counts", lambda: all_gather_into(counts, own))
         return counts.tolist()
 
-    def _all_gather(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        longest = max(counts)
-        out_shape = (sum(counts), *rows.shape[1:])
-        if longest == 0 or rows.shape[1:].numel() == 0:  # the same on all ranks: nothing to send
-            return rows.new_empty(out_shape)
-        own = _as_bytes(rows)
-        if own.shape[0] < longest:  # pad to the largest count; the padding is cut off below
-            padded = own.new_zeros(longest, own.shape[1])
-            padded[: own.shape[0]] = own
-            own = padded
-        gathered = own.new_empty(self.world * longest, own.shape[1])
-        with stage(COMMUNICATION):
-            self._collective("all_gather", lambda: _all_gather_into(gathered, own))
-        if min(counts) < longest:
-            gathered = torch.cat([part[:count] for part, count in zip(gathered.split(longest), counts)])
-        return gathered.view(-1).view(rows.dtype).view(out_shape)
+    def _start(self, name: str, device: torch.device, call: Callable[[], None]) -> Callable[[], None]:
+        """Run collectives, on a GPU beside the step's stream. Returns what makes the current stream wait for them.
 
-    def _reduce_scatter(self, partial: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        The exchange stream first waits for everything that the step's stream has been given so far. What the collectives
+        read and write was allocated there and stays referenced until the wait: its memory cannot be reused before.
+        """
+        if self._stream is None or device.type != "cuda" or not self.overlap:
+            with stage(name), beside(name):
+                call()
+            return lambda: None
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        done = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            with beside(name):
+                call()
+            done.record()
+
+        def wait() -> None:
+            with stage(name):
+                torch.cuda.current_stream(self.device).wait_event(done)
+
+        return wait
+
+    def _start_all_gather(self, tensors: Sequence[torch.Tensor], counts: list[int]) -> Exchange[list[torch.Tensor]]:
+        longest = max(counts)
+        device = tensors[0].device
+        pairs: list[tuple[torch.Tensor, torch.Tensor] | None] = []  # [longest, bytes of a row] and [world * longest, bytes of a row]
+        for rows in tensors:
+            if longest == 0 or rows.shape[1:].numel() == 0:  # the same on all ranks: nothing to send
+                pairs.append(None)
+                continue
+            own = _as_bytes(rows)
+            if own.shape[0] < longest:  # pad to the largest count; the padding is cut off below
+                padded = own.new_zeros(longest, own.shape[1])
+                padded[: own.shape[0]] = own
+                own = padded
+            pairs.append((own, own.new_empty(self.world * longest, own.shape[1])))
+        sent = [pair for pair in pairs if pair is not None]
+        self.received_bytes[GATHER] += sum((self.world - 1) * own.numel() for own, _ in sent)
+
+        def call() -> None:
+            for own, gathered in sent:
+                self._collective("all_gather", functools.partial(all_gather_into, gathered, own))
+
+        wait = self._start(GATHER, device, call)
+
+        def finish() -> list[torch.Tensor]:
+            wait()
+            result = []
+            for rows, pair in zip(tensors, pairs):
+                out_shape = (sum(counts), *rows.shape[1:])
+                if pair is None:
+                    result.append(rows.new_empty(out_shape))
+                    continue
+                gathered = pair[1]
+                if min(counts) < longest:
+                    gathered = torch.cat([part[:count] for part, count in zip(gathered.split(longest), counts)])
+                result.append(gathered.view(-1).view(rows.dtype).view(out_shape))
+            return result
+
+        return Exchange(finish)
+
+    def _start_scatter(self, partial: torch.Tensor, counts: list[int]) -> Exchange[torch.Tensor]:
         # An all-to-all moves the same bytes as a ring reduce-scatter, takes uneven counts, and leaves the sum to us: in
         # float32, in rank order, rounded once.
         own_count = counts[self.rank]
-        shape = (own_count, *partial.shape[1:])
+        shape = (self.world, own_count, *partial.shape[1:])
         if max(counts) == 0 or partial.shape[1:].numel() == 0:
-            return partial.new_empty(shape)
+            return Exchange(lambda: partial.new_empty(shape))
         send = _as_bytes(partial)
         received = send.new_empty(self.world * own_count, send.shape[1])
-        with stage(COMMUNICATION):
-            self._collective(
-                "reduce_scatter",
-                lambda: dist.all_to_all_single(received, send, [own_count] * self.world, counts),
-            )
-        parts = received.view(-1).view(partial.dtype).view(self.world, *shape)
-        total = parts[0].to(torch.float32)
-        if total.data_ptr() == parts.data_ptr():
-            total = total.clone()
-        for part in parts[1:]:
-            total += part
-        return total
+        self.received_bytes[SCATTER] += (self.world - 1) * own_count * send.shape[1]
+        splits = [own_count] * self.world
+
+        def call() -> None:
+            self._collective("reduce_scatter", lambda: dist.all_to_all_single(received, send, splits, counts))
+
+        wait = self._start(SCATTER, partial.device, call)
+
+        def finish() -> torch.Tensor:
+            wait()
+            return received.view(-1).view(partial.dtype).view(shape)
+
+        return Exchange(finish, held=send)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world
@@ -310,9 +418,11 @@ class ProcessGroup(ExpertParallel):
     def close(self) -> None:
         if self._closed:
             return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # nothing of the exchange is left when its communicator goes
+        dist.destroy_process_group()  # waits for the other ranks; the watchdog looks on
         self._closed = True
         self._watch.stop()
-        dist.destroy_process_group()
         self._watch.say_goodbye()
 
     def abort(self, error: BaseException) -> None:
@@ -322,6 +432,8 @@ class ProcessGroup(ExpertParallel):
         reason = f"rank {self.rank} failed at step {self.step}: {type(error).__name__}: {error}"
         os.write(2, f"mini_deepinfer: {reason}\n".encode())
         self._watch.publish(reason)
+        if isinstance(error, SystemExit):  # no excepthook is called for it
+            atexit.register(_leave_at_once, error.code if isinstance(error.code, int) else 1)
 
 
 class _Watchdog(threading.Thread):
@@ -378,9 +490,7 @@ class _Watchdog(threading.Thread):
         def publish_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self._previous_hook(kind, error, trace)
             self._group.abort(error)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            _leave_at_once(1)
 
         sys.excepthook = publish_and_exit
 
@@ -576,6 +686,13 @@ def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
     """[T, ...] of any dtype -> uint8 [T, bytes of a row]: collectives know no float8 and need none."""
     row_bytes = rows.shape[1:].numel() * rows.element_size()
     return rows.contiguous().view(-1).view(torch.uint8).view(rows.shape[0], row_bytes)
+
+
+def _leave_at_once(status: int) -> None:
+    """End the process without the interpreter's clean-up, which could wait for a collective that nobody will join."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _first_line(error: BaseException) -> str:

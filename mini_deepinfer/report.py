@@ -84,10 +84,13 @@ def memory_table(parts: Mapping[str, int], *, total_bytes: int | None = None) ->
     return table(["memory", "GiB"], rows)
 
 
-def stage_table(stages_ms: Mapping[str, float], calls: Mapping[str, int] | None = None) -> str:
+def stage_table(
+    stages_ms: Mapping[str, float], calls: Mapping[str, int] | None = None, beside_ms: Mapping[str, float] | None = None
+) -> str:
     """Stage times of one step, grouped as in the performance guide, with each stage below its group.
 
-    Communication is part of "MoE" and has its own line there. The times are own times, so they sum up to the step.
+    Waiting for other ranks is part of "MoE" and has its own lines there. The times are own times, so they sum up to the step.
+    Work beside the stages (beside_ms) comes below the sum, since the stages overlap with it.
     """
     total_ms = sum(stages_ms.values())
 
@@ -100,6 +103,7 @@ def stage_table(stages_ms: Mapping[str, float], calls: Mapping[str, int] | None 
         for name in (name for name in STAGE_GROUPS if STAGE_GROUPS[name] == group and name in stages_ms):
             rows.append(cells(f"  {name}", stages_ms[name], str(calls.get(name, "")) if calls else ""))
     rows.append(cells("step", total_ms, ""))
+    rows += [cells(f"beside: {name}", ms, "") for name, ms in (beside_ms or {}).items()]
     return table(["stage", "ms/step", "%", "calls"], rows)
 
 

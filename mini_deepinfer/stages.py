@@ -3,7 +3,8 @@
 ``with stage("attention.sparse"):`` marks a piece of the step. Outside a :class:`StageTimer` it costs one global read.
 Inside one it measures the stage (CUDA events on a GPU, ``perf_counter`` on a CPU) and, with ``annotate=True``, opens
 the range of the same name for the torch profiler and for NVTX. Stages may nest: a stage's time is its own time without
-the stages inside it, so the sum over all stages never counts anything twice.
+the stages inside it, so the sum over all stages never counts anything twice. ``beside(name)`` times work on another stream
+that the stages overlap with.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-COMMUNICATION = "moe.communication"
+GATHER, SCATTER = "moe.gather", "moe.scatter"  # waiting for other ranks' rows; see beside() for the links themselves
 OUTSIDE = "(no stage)"
 
 # Stage -> row of the printed stage table. Every name that stage() accepts is here.
@@ -34,7 +35,8 @@ STAGE_GROUPS: dict[str, str] = {
     "moe.experts": "MoE",
     "moe.shared": "MoE",
     "moe.combine": "MoE",
-    COMMUNICATION: "MoE",
+    GATHER: "MoE",
+    SCATTER: "MoE",
     "embed": "HC, norms, other",
     "engram": "HC, norms, other",
     "hc": "HC, norms, other",
@@ -58,6 +60,17 @@ def stage(name: str) -> AbstractContextManager[Any]:
     return _NO_STAGE if timer is None else _Range(timer, name)
 
 
+def beside(name: str) -> AbstractContextManager[Any]:
+    """Mark work that runs beside the stages, on the current stream: its whole time is kept apart from the stages' own times."""
+    timer = _active
+    return _NO_STAGE if timer is None else timer._beside_range(name)
+
+
+def recording() -> bool:
+    """Whether a :class:`StageTimer` is recording."""
+    return _active is not None
+
+
 def group_times(stages_ms: dict[str, float]) -> dict[str, float]:
     """Sum stage times into the rows of the stage table, in its order; communication is part of the row "MoE"."""
     groups = dict.fromkeys(GROUPS, 0.0)
@@ -73,6 +86,7 @@ class StepTimes:
     total_ms: float
     stages_ms: dict[str, float]
     calls: dict[str, int]
+    beside_ms: dict[str, float] = field(default_factory=dict)  # from start to end, whatever the stages did meanwhile
 
 
 @dataclass
@@ -95,6 +109,7 @@ class StageTimer:
         self.annotate = annotate
         self.steps: list[StepTimes] = []
         self._stack: list[_Interval] = []
+        self._beside: list[_Interval] = []
         self._events: list[torch.cuda.Event] = []
         self._num_used = 0
         on_gpu = self.device.type == "cuda"
@@ -122,7 +137,7 @@ class StageTimer:
             raise RuntimeError("stages: a StageTimer is already recording; end its step first")
         self._num_used = 0
         whole = _Interval(OUTSIDE, self._now())
-        self._stack = [whole]
+        self._stack, self._beside = [whole], []
         _active = self
         try:
             yield
@@ -134,7 +149,17 @@ class StageTimer:
         stages_ms: dict[str, float] = defaultdict(float)
         calls: dict[str, int] = defaultdict(int)
         total_ms = self._add_own_times(whole, stages_ms, calls)
-        self.steps.append(StepTimes(total_ms, dict(stages_ms), dict(calls)))
+        beside_ms: dict[str, float] = defaultdict(float)
+        for interval in self._beside:
+            beside_ms[interval.name] += self._elapsed_ms(interval)
+        self.steps.append(StepTimes(total_ms, dict(stages_ms), dict(calls), dict(beside_ms)))
+
+    @contextmanager
+    def _beside_range(self, name: str) -> Iterator[None]:
+        interval = _Interval(name, self._now())
+        yield
+        interval.end = self._now()
+        self._beside.append(interval)
 
     def _add_own_times(self, interval: _Interval, stages_ms: dict[str, float], calls: dict[str, int]) -> float:
         total_ms = self._elapsed_ms(interval)
@@ -147,6 +172,11 @@ class StageTimer:
         """Median over the recorded steps of every stage's time (0 in a step without that stage)."""
         names = sorted({name for step in self.steps for name in step.stages_ms})
         return {name: median(step.stages_ms.get(name, 0.0) for step in self.steps) for name in names}
+
+    def beside_ms(self) -> dict[str, float]:
+        """Median over the recorded steps of the time of what ran beside the stages, by name."""
+        names = sorted({name for step in self.steps for name in step.beside_ms})
+        return {name: median(step.beside_ms.get(name, 0.0) for step in self.steps) for name in names}
 
     def total_ms(self) -> float:
         """Median time of the recorded steps; 0.0 if there is none."""

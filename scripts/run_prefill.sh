@@ -5,7 +5,10 @@
 #   1 to 3 GPUs      one process does the work of rank 0 of 4 (--ep-loopback 4), released shapes
 #   none             a tiny checkpoint over 4 gloo ranks on the CPU
 #
-# Without --model the GPU modes use random weights of the released shapes. Rows go to ${OUT:-results}/prefill.jsonl.
+# On GPUs this is the main measurement: 4,096 new tokens a rank and step of a 131,072-token request with 126,976 tokens cached, ten
+# steps, then two under the stage timers. The row has every rank's times and memory. Without --model the GPU modes use
+# random weights of the released shapes. With --profile DIR the last two steps also run under the torch profiler, one trace per
+# rank. Rows go to ${OUT:-results}/prefill.jsonl.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh
@@ -17,17 +20,19 @@ has_model=
 for argument in "$@"; do
     case $argument in --model | --model=*) has_model=1 ;; esac
 done
-torchrun() { "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 4 "$@"; }
+# --local-addr: the ranks meet on this host even where its name does not resolve.
+torchrun() { "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 4 "$@"; }
 
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 arguments=(--no_cuda_graph --result_jsonl "$out/prefill.jsonl")
 [ -n "$has_model" ] || [ "$gpus" -eq 0 ] || arguments+=(--load-format dummy)
+headline=(--context-len 131072 --cached-len 126976 --num-steps 10)
 if [ "$gpus" -ge 4 ]; then
     echo "run_prefill: $gpus GPUs: 4 ranks, one GPU each" >&2
-    torchrun bench/bench_prefill.py "${arguments[@]}" "$@"
+    torchrun bench/bench_prefill.py "${headline[@]}" "${arguments[@]}" "$@"
 elif [ "$gpus" -ge 1 ]; then
     echo "run_prefill: $gpus GPU(s): loopback, one process does the work of rank 0 of 4" >&2
-    "$PYTHON" bench/bench_prefill.py --ep-loopback 4 "${arguments[@]}" "$@"
+    "$PYTHON" bench/bench_prefill.py --ep-loopback 4 "${headline[@]}" "${arguments[@]}" "$@"
 else
     echo "run_prefill: no GPU: tiny checkpoint over 4 gloo ranks on the CPU" >&2
     if [ -z "$has_model" ]; then

@@ -26,6 +26,17 @@ struct WriteRowsParams {
     cudaStream_t stream;
 };
 
+// What happens to a window row before it is quantised: RMSNorm, rotary embedding of the last rope_dim columns.
+struct NormRope {
+    const void* weight;        // [D] bf16 or float32
+    bool weight_is_f32;
+    float eps;                 // added to the mean square
+    int rope_dim;              // R, a multiple of 8
+    const int32_t* positions;  // [num_rows]
+    const float* table;        // [P, R/2, 2]: cos, sin, 16-byte aligned
+};
+constexpr int kMaxNormDim = 512;  // D of the rows that one warp norms
+
 struct CompressParams {
     int num_groups;             // G
     int ratio;                  // r, tokens per group
@@ -62,8 +73,10 @@ struct SparseParams {
 
 void launch_write_window(const WriteRowsParams& params);
 void launch_write_compressed(const WriteRowsParams& params);
+void launch_write_normed_window(const WriteRowsParams& params, const NormRope& norm);  // D <= kMaxNormDim
 void launch_compress(const CompressParams& params);
 void launch_sparse(const SparseParams& params);
-void launch_sparse_sm90(const SparseParams& params);
+void launch_sparse_sm90(const SparseParams& params);        // few tokens: sparse_split_sm90
+void launch_sparse_split_sm90(const SparseParams& params);
 
 }  // namespace mdi::attention

@@ -11,6 +11,8 @@ namespace mdi::attention {
 
 inline void define_attention(Library& m) {
     m.def("attention_write_window(Tensor kv, Tensor(a!) rows, Tensor slots) -> ()");
+    m.def("attention_write_normed_window(Tensor x, Tensor weight, float eps, Tensor positions, Tensor table, "
+          "Tensor(a!) rows, Tensor slots) -> ()");
     m.def("attention_write_compressed(Tensor latent, Tensor(a!) rows, Tensor slots) -> ()");
     m.def(
         "attention_compress(Tensor kv, Tensor? score, Tensor? tail_kv, Tensor? tail_score, Tensor group_rows, "
@@ -58,6 +60,34 @@ inline WriteRowsParams write_rows_params(const char* op, const char* name, const
 inline void write_window(const Tensor& kv, const Tensor& rows, const Tensor& slots) {
     const DeviceScope scope(kv);
     launch_write_window(write_rows_params("attention.write_window", "kv", kv, rows, slots, 33, scope));
+}
+
+inline void write_normed_window(const Tensor& x, const Tensor& weight, double eps, const Tensor& positions, const Tensor& table,
+                                const Tensor& rows, const Tensor& slots) {
+    constexpr const char* op = "attention.write_normed_window";
+    const DeviceScope scope(x);
+    const WriteRowsParams params = write_rows_params(op, "x", x, rows, slots, 33, scope);
+    MDI_CHECK(op, x, params.dim <= kMaxNormDim, "must have D of at most ", kMaxNormDim, ", got D=", params.dim);
+    MDI_CHECK_DEVICE(op, weight, scope.device);
+    check_dtype(op, "weight", weight, {ScalarType::BFloat16, ScalarType::Float});
+    MDI_CHECK_SHAPE(op, weight, {"D", params.dim});
+    MDI_CHECK_CONTIGUOUS(op, weight);
+    MDI_CHECK_ALIGN(op, weight, 16);
+    MDI_CHECK_DEVICE(op, positions, scope.device);
+    MDI_CHECK_DTYPE(op, positions, ScalarType::Int);
+    MDI_CHECK_SHAPE(op, positions, {"T", params.num_rows});
+    MDI_CHECK_CONTIGUOUS(op, positions);
+    MDI_CHECK(op, table, table.dim() == 3, "must be [P, R/2, 2], got ", list_string(table.sizes()));
+    const int64_t rope_dim = 2 * table.size(1);
+    MDI_CHECK_DEVICE(op, table, scope.device);
+    MDI_CHECK_DTYPE(op, table, ScalarType::Float);
+    MDI_CHECK_SHAPE(op, table, {"P", table.size(0)}, {"R/2", rope_dim / 2}, {"2", 2});
+    MDI_CHECK_CONTIGUOUS(op, table);
+    MDI_CHECK_ALIGN(op, table, 16);
+    MDI_CHECK(op, table, rope_dim % 8 == 0 && rope_dim <= params.dim, "must have R a multiple of 8 up to D=", params.dim,
+              ", got R=", rope_dim);
+    launch_write_normed_window(params, {weight.data_ptr(), weight.scalar_type() == ScalarType::Float, static_cast<float>(eps),
+                                        static_cast<int>(rope_dim), data<const int32_t>(positions), data<const float>(table)});
 }
 
 inline void write_compressed(const Tensor& latent, const Tensor& rows, const Tensor& slots) {
@@ -195,6 +225,7 @@ inline void sparse(const Tensor& q, const Tensor& window, const Tensor& window_i
 
 inline void implement_attention(Library& m) {
     m.impl("attention_write_window", TORCH_BOX(&write_window));
+    m.impl("attention_write_normed_window", TORCH_BOX(&write_normed_window));
     m.impl("attention_write_compressed", TORCH_BOX(&write_compressed));
     m.impl("attention_compress", TORCH_BOX(&compress));
     m.impl("attention_sparse", TORCH_BOX(&sparse<launch_sparse>));

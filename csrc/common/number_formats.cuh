@@ -89,6 +89,30 @@ MDI_HOST_DEVICE uint8_t e2m1x2_encode(float even, float odd) {
 #endif
 }
 
+// Eight values of at most eleven significant bits (exact in half precision, or too small to matter) -> eight codes as
+// e2m1_encode gives them, the first in the lowest nibble.
+MDI_HOST_DEVICE uint32_t e2m1x8_encode(const float (&x)[8]) {
+    uint32_t word = 0;
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        // Half-precision pairs (x[i], x[i + 4]). Adding 2^9 times the power of two of |x| (at least 1) leaves one mantissa bit, as
+        // a subnormal's step below 1; 2^-14 times the result has the code in its upper bits. NaN becomes 6, as in e2m1_encode.
+        uint32_t halves, magnitude, power;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(x[i + 4]), "f"(x[i]));
+        asm("min.f16x2 %0, %1, %2;" : "=r"(magnitude) : "r"(halves & 0x7fff7fffu), "r"(0x46004600u));  // 6.0
+        power = __vmaxu2(magnitude & 0x7c007c00u, 0x3c003c00u) + 0x24002400u;
+        asm("{\nadd.rn.f16x2 %0, %0, %1;\nsub.rn.f16x2 %0, %0, %1;\nmul.rn.f16x2 %0, %0, %2;\n}\n"
+            : "+r"(magnitude)
+            : "r"(power), "r"(0x04000400u));
+        word |= ((magnitude >> 9 & 0x00070007u) | (halves >> 12 & 0x00080008u)) << (4 * i);
+    }
+#else
+    for (int i = 0; i < 8; ++i) word |= static_cast<uint32_t>(e2m1_encode(x[i])) << (4 * i);
+#endif
+    return word;
+}
+
 // ---- E4M3 (the finite-only kind: no infinities, 0x7f and 0xff are NaN) --------------------------------------------
 
 MDI_HOST_DEVICE uint8_t e4m3_encode(float x) {

@@ -45,6 +45,16 @@ constexpr int kMaxRowWidth = 16384;       // of x
 constexpr int kMaxCollapseWidth = 10240;  // of streams, and of the engram gate
 void launch_row(const RowParams& p);
 
+// Rows [T * g, N] of x [T, g * N] whose heads are rotated before they are quantised: N = heads of a group x head_dim.
+struct HeadRope {
+    int groups;                // g, rows of a token
+    int head_dim, rope_dim;    // the last rope_dim of head_dim columns are rotated; both multiples of 8
+    const int32_t* positions;  // [T]
+    const float* table;        // [P, R/2, 2]: cos, sin, 16-byte aligned
+    bool inverse;
+};
+void launch_rope_quant(const RowParams& p, const HeadRope& rope);  // num_tokens = T * g, x_stride between tokens
+
 struct FoldScalesParams {
     int64_t num_tokens;
     int width;                   // K, a multiple of 32

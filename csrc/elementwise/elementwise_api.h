@@ -18,6 +18,7 @@ inline void define_elementwise(Library& m) {
           "Tensor(c!) scale) -> ()");
     m.def("elementwise_fold_scales(Tensor codes, Tensor scale, Tensor(a!) folded, Tensor(b!) row_scale) -> ()");
     m.def("elementwise_rope(Tensor x, Tensor positions, Tensor table, bool inverse, Tensor(a!) out) -> ()");
+    m.def("elementwise_rope_quant(Tensor x, Tensor positions, Tensor table, bool inverse, Tensor(a!) codes, Tensor(b!) scale) -> ()");
     m.def("elementwise_hc_mix(Tensor streams, Tensor fn, Tensor base, Tensor scale, int sinkhorn_iters, float hc_eps, "
           "float norm_eps, Tensor(a!) workspace, Tensor(b!) pre, Tensor(c!) post, Tensor(d!) comb) -> ()");
     m.def("elementwise_hc_expand_mix(Tensor y, Tensor streams, Tensor last_pre, Tensor last_post, Tensor last_comb, "
@@ -219,6 +220,46 @@ inline void rope(const Tensor& x, const Tensor& positions, const Tensor& table, 
     if (p.head_dim > 0) launch_rope(p);
 }
 
+inline void rope_quant(const Tensor& x, const Tensor& positions, const Tensor& table, bool inverse, const Tensor& codes,
+                       const Tensor& scale) {
+    constexpr const char* op = "elementwise.rope_quant";
+    const DeviceScope scope(x);
+    MDI_CHECK(op, x, x.dim() == 3, "must be [T, h, d], got ", list_string(x.sizes()));
+    const int64_t tokens = x.size(0), heads = x.size(1), dim = x.size(2);
+    check_dense(op, "x", x, scope.device, {ScalarType::BFloat16}, {{"T", tokens}, {"h", heads}, {"d", dim}});
+    MDI_CHECK(op, codes, codes.dim() == 3, "must be [T, g, K], got ", list_string(codes.sizes()));
+    const int64_t groups = codes.size(1), width = codes.size(2);
+    check_width(op, "codes", width, kQuantGroup, kMaxRowWidth);
+    MDI_CHECK(op, codes, groups * width == heads * dim && width % dim == 0, "must hold whole heads of x in every group, got ",
+              list_string(codes.sizes()));
+    MDI_CHECK_INT32(op, tokens * groups);
+    const bool folded = scale.scalar_type() == ScalarType::Float;
+    check_dense(op, "codes", codes, scope.device, {ScalarType::Float8_e4m3fn}, {{"T", tokens}, {"g", groups}, {"K", width}});
+    if (folded)
+        check_dense(op, "scale", scale, scope.device, {ScalarType::Float}, {{"T", tokens}, {"g", groups}}, 4);
+    else
+        check_dense(op, "scale", scale, scope.device, {ScalarType::Byte},
+                    {{"T", tokens}, {"g", groups}, {"K/32", width / kQuantGroup}}, 1);
+    MDI_CHECK(op, table, table.dim() == 3, "must be [P, R/2, 2], got ", list_string(table.sizes()));
+    const int64_t rope_dim = 2 * table.size(1);
+    check_dense(op, "positions", positions, scope.device, {ScalarType::Int}, {{"T", tokens}}, 4);
+    check_dense(op, "table", table, scope.device, {ScalarType::Float}, {{"P", table.size(0)}, {"R/2", rope_dim / 2}, {"2", 2}});
+    MDI_CHECK(op, x, dim % 8 == 0 && rope_dim % 8 == 0 && rope_dim <= dim,
+              "must have a head dim d and R that are multiples of 8, R <= d, got d=", dim, " R=", rope_dim);
+    RowParams p = {};
+    p.num_tokens = tokens * groups;
+    p.width = static_cast<int>(width);
+    p.x = data<const bf16>(x);
+    p.x_stride = heads * dim;
+    p.stream = scope.stream;
+    p.quant = folded ? Quant::kFolded : Quant::kGroup;
+    p.codes = data<uint8_t>(codes);
+    p.scale = folded ? nullptr : data<uint8_t>(scale);
+    p.row_scale = folded ? data<float>(scale) : nullptr;
+    launch_rope_quant(p, {static_cast<int>(groups), static_cast<int>(dim), static_cast<int>(rope_dim),
+                          data<const int32_t>(positions), data<const float>(table), inverse});
+}
+
 inline HcMixParams mix_params(const char* op, const Tensor& streams, const Tensor& fn, const Tensor& base, const Tensor& scale,
                               int64_t sinkhorn_iters, double hc_eps, double norm_eps, const Tensor& workspace,
                               const Tensor& pre, const Tensor& post, const Tensor& comb, const DeviceScope& scope) {
@@ -380,6 +421,7 @@ inline void implement_elementwise(Library& m) {
     m.impl("elementwise_rmsnorm_quant", TORCH_BOX(&rmsnorm_quant));
     m.impl("elementwise_fold_scales", TORCH_BOX(&fold_scales));
     m.impl("elementwise_rope", TORCH_BOX(&rope));
+    m.impl("elementwise_rope_quant", TORCH_BOX(&rope_quant));
     m.impl("elementwise_hc_mix", TORCH_BOX(&hc_mix));
     m.impl("elementwise_hc_expand_mix", TORCH_BOX(&hc_expand_mix));
     m.impl("elementwise_hc_expand_mix_norm_quant", TORCH_BOX(&hc_expand_mix_norm_quant));

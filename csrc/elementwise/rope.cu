@@ -12,30 +12,14 @@
 #include <string>
 
 #include "common/launch.h"
-#include "common/number_formats.cuh"
+#include "common/rotary.cuh"
 #include "elementwise/elementwise.h"
-#include "elementwise/vector.cuh"
 
 namespace mdi::elementwise {
 namespace {
 
 constexpr int kRopeThreads = 256;
-constexpr int kRowsPerThread = 4;
-
-// float32 a*c + b*s with two rounded products and a rounded sum
-MDI_DEVICE float sum_of_products(float a, float c, float b, float s) {
-#if defined(__CUDA_ARCH__)
-    return __fadd_rn(__fmul_rn(a, c), __fmul_rn(b, s));
-#else
-    const volatile float left = a * c, right = b * s;
-    return left + right;
-#endif
-}
-
-MDI_DEVICE uint32_t rotate_pair(uint32_t pair, float cosine, float sine) {
-    const float a = even_value(pair), b = odd_value(pair);
-    return pack_pair(sum_of_products(a, cosine, b, -sine), sum_of_products(a, sine, b, cosine));
-}
+constexpr int kRowsPerThread = 2;
 
 template <int kColumns>
 struct Words {
@@ -79,34 +63,41 @@ MDI_DEVICE int64_t offset(int64_t token_stride, int head_dim, uint32_t token, ui
     return static_cast<int64_t>(token) * token_stride + static_cast<int64_t>(head) * head_dim;
 }
 
-// first_column: 0, or d - R when the other columns are in place already. A block covers kRopeThreads / vectors rows at a time.
+// first_column: 0, or d - R when the other columns are in place already. A block covers kRopeThreads / vectors rows at a time,
+// which are token_step tokens and head_step heads.
 template <int kColumns>
-__global__ void __launch_bounds__(kRopeThreads) rope_kernel(RopeParams p, int first_column, int vectors, int rows_at_once) {
+__global__ void __launch_bounds__(kRopeThreads)
+    rope_kernel(RopeParams p, int first_column, int vectors, int rows_at_once, int token_step, int head_step) {
     const int row_in_block = static_cast<int>(threadIdx.x) / vectors;
     if (row_in_block >= rows_at_once) return;
     const auto num_rows = static_cast<uint32_t>(p.num_tokens * p.num_heads);  // the launcher checked
     const uint32_t first_row = blockIdx.x * static_cast<uint32_t>(rows_at_once * kRowsPerThread) + row_in_block;
     const int nope_dim = p.head_dim - p.rope_dim;
+    uint32_t token[kRowsPerThread], head[kRowsPerThread];
+    token[0] = first_row / static_cast<uint32_t>(p.num_heads);
+    head[0] = first_row - token[0] * static_cast<uint32_t>(p.num_heads);
+#pragma unroll
+    for (int i = 1; i < kRowsPerThread; ++i) {
+        token[i] = token[i - 1] + static_cast<uint32_t>(token_step);
+        head[i] = head[i - 1] + static_cast<uint32_t>(head_step);
+        if (head[i] >= static_cast<uint32_t>(p.num_heads)) head[i] -= static_cast<uint32_t>(p.num_heads), ++token[i];
+    }
     // a block of more than kRopeThreads vectors a row (rows_at_once == 1) loops over the row
     for (int v = static_cast<int>(threadIdx.x) % vectors; v * kColumns + first_column < p.head_dim; v += vectors) {
         const int column = first_column + v * kColumns;
         Words<kColumns> words[kRowsPerThread];
-        uint32_t token[kRowsPerThread], head[kRowsPerThread];
 #pragma unroll
-        for (int i = 0; i < kRowsPerThread; ++i) {
-            const uint32_t row = first_row + static_cast<uint32_t>(i * rows_at_once);
-            if (row >= num_rows) continue;
-            token[i] = row / static_cast<uint32_t>(p.num_heads);
-            head[i] = row - token[i] * static_cast<uint32_t>(p.num_heads);
-            words[i] = load_words<kColumns>(p.x + offset(p.x_stride, p.head_dim, token[i], head[i]) + column);
-        }
+        for (int i = 0; i < kRowsPerThread; ++i)
+            if (first_row + static_cast<uint32_t>(i * rows_at_once) < num_rows)
+                words[i] = load_words<kColumns>(p.x + offset(p.x_stride, p.head_dim, token[i], head[i]) + column);
+        float angle[kColumns] = {};
 #pragma unroll
         for (int i = 0; i < kRowsPerThread; ++i) {
             if (first_row + static_cast<uint32_t>(i * rows_at_once) >= num_rows) continue;
             if (column >= nope_dim) {
-                const int64_t position = p.positions[token[i]];
-                float angle[kColumns];
-                load_angles<kColumns>(p.table + position * p.rope_dim + (column - nope_dim), angle);
+                if (i == 0 || token[i] != token[i - 1])  // heads of one token share its angles
+                    load_angles<kColumns>(p.table + static_cast<int64_t>(p.positions[token[i]]) * p.rope_dim + (column - nope_dim),
+                                          angle);
 #pragma unroll
                 for (int w = 0; w < kColumns / 2; ++w)
                     words[i].word[w] = rotate_pair(words[i].word[w], angle[2 * w], p.inverse ? -angle[2 * w + 1] : angle[2 * w + 1]);
@@ -123,7 +114,8 @@ void launch_vectors(const RopeParams& p) {
     const int rows_at_once = kRopeThreads / vectors;
     const int64_t blocks = ceil_div<int64_t>(p.num_tokens * p.num_heads, static_cast<int64_t>(rows_at_once) * kRowsPerThread);
     launch("elementwise.rope", rope_kernel<kColumns>,
-           {dim3(static_cast<unsigned>(blocks)), dim3(kRopeThreads), 0, p.stream}, p, first_column, vectors, rows_at_once);
+           {dim3(static_cast<unsigned>(blocks)), dim3(kRopeThreads), 0, p.stream}, p, first_column, vectors, rows_at_once,
+           rows_at_once / p.num_heads, rows_at_once % p.num_heads);
 }
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }

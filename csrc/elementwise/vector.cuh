@@ -43,6 +43,23 @@ MDI_HOST_DEVICE uint32_t largest_abs_bits(const float (&value)[kVector]) {
     return largest;
 }
 
+// the larger of two unsigned 16-bit numbers, in both halves
+MDI_HOST_DEVICE uint32_t max_halves(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+    return __vmaxu2(a, b);
+#else
+    return max_of(a & 0xffff0000u, b & 0xffff0000u) | max_of(a & 0xffffu, b & 0xffffu);
+#endif
+}
+
+// the same of eight packed values
+MDI_HOST_DEVICE uint32_t largest_abs_bits(const uint4& packed) {
+    constexpr uint32_t kMagnitude = 0x7fff7fffu;
+    const uint32_t largest = max_halves(max_halves(packed.x & kMagnitude, packed.y & kMagnitude),
+                                        max_halves(packed.z & kMagnitude, packed.w & kMagnitude));
+    return max_of(largest & 0xffff0000u, largest << 16);
+}
+
 // eight values times `factor` -> eight E4M3 codes
 MDI_HOST_DEVICE uint2 encode_e4m3x8(const float (&value)[kVector], float factor) {
     uint32_t pairs[4];
@@ -52,48 +69,52 @@ MDI_HOST_DEVICE uint2 encode_e4m3x8(const float (&value)[kVector], float factor)
     return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
 }
 
-// Eight E4M3 codes of a group with scale byte `byte`, re-expressed at the row's largest scale byte `row_byte`.
-// 2^(byte - row_byte) is at least 2^-126: below that every code rounds to zero anyway.
+// Eight E4M3 codes of a group with scale byte `byte`, re-expressed at the row's largest scale byte `row_byte`: each code times
+// 2^(byte - row_byte), to nearest even. On a GPU the product is taken in half precision. Codes are multiples of 2^-9 with four
+// significant bits and halves are multiples of 2^-24, so a product that half precision cannot hold is far below the smallest
+// code: it rounds to zero either way.
 MDI_HOST_DEVICE uint2 fold_e4m3x8(const uint2& codes, int byte, int row_byte) {
     if (byte == row_byte) return codes;
-    const float ratio = bits_float(static_cast<uint32_t>(max_of(byte - row_byte, -126) + 127) << 23);
     const uint32_t words[2] = {codes.x, codes.y};
     uint32_t folded[2];
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    const int drop = row_byte - byte;  // half-precision bits of 2^-drop: normal, subnormal, zero
+    const uint32_t half = drop < 15 ? static_cast<uint32_t>(15 - drop) << 10 : (drop <= 24 ? 1u << (24 - drop) : 0u);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        // PTX: cvt.rn.f16x2.e4m3x2, mul.rn.f16x2, cvt.rn.satfinite.e4m3x2.f16x2
+        asm("{\n.reg .b16 low, high;\n.reg .b32 a, b;\n"
+            "mov.b32 {low, high}, %1;\n"
+            "cvt.rn.f16x2.e4m3x2 a, low;\ncvt.rn.f16x2.e4m3x2 b, high;\n"
+            "mul.rn.f16x2 a, a, %2;\nmul.rn.f16x2 b, b, %2;\n"
+            "cvt.rn.satfinite.e4m3x2.f16x2 low, a;\ncvt.rn.satfinite.e4m3x2.f16x2 high, b;\n"
+            "mov.b32 %0, {low, high};\n}\n"
+            : "=r"(folded[i])
+            : "r"(words[i]), "r"(half * 0x10001u));
+    }
+#else
+    const float ratio = bits_float(static_cast<uint32_t>(max_of(byte - row_byte, -126) + 127) << 23);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const uint32_t low = fp8x2_to_bf16x2(words[i] & 0xffffu), high = fp8x2_to_bf16x2(words[i] >> 16);
         folded[i] = e4m3x2_encode(even_value(low) * ratio, odd_value(low) * ratio) |
                     static_cast<uint32_t>(e4m3x2_encode(even_value(high) * ratio, odd_value(high) * ratio)) << 16;
     }
+#endif
     return make_uint2(folded[0], folded[1]);
 }
 
-// Data that nobody reads again before the cache has turned over: it leaves L2 first, so that other data stays.
-MDI_DEVICE void store_evict_first(bf16* target, const uint4& v) {
+// Data of no other thread: it does not displace in L1 what all blocks read.
+MDI_DEVICE uint4 load_once(const bf16* source) {
 #if defined(__CUDA_ARCH__)
-    // PTX: st.global.cs
-    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-#else
-    *reinterpret_cast<uint4*>(target) = v;
-#endif
-}
-
-MDI_DEVICE uint64_t evict_first_policy() {
-    uint64_t policy = 0;
-#if defined(__CUDA_ARCH__)
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));  // PTX: createpolicy
-#endif
-    return policy;
-}
-
-// ptx::cp_async_16_zfill with an L2 policy
-MDI_DEVICE void cp_async_16_zfill(uint32_t smem, const bf16* global, uint32_t valid_bytes, [[maybe_unused]] uint64_t policy) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(smem), "l"(global), "r"(valid_bytes),
-                 "l"(policy)
+    uint4 v;  // PTX: ld.global.L1::no_allocate
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(source)
                  : "memory");
+    return v;
 #else
-    ptx::cp_async_16_zfill(smem, global, valid_bytes);
+    return *reinterpret_cast<const uint4*>(source);
 #endif
 }
 

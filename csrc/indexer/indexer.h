@@ -11,7 +11,7 @@ namespace mdi::indexer {
 
 struct QuantParams {
     int64_t num_rows;        // G keys, or T * Hi queries
-    int head_dim;            // Di, a multiple of 64
+    int head_dim;            // Di, 64 or 128
     const uint16_t* x;       // [num_rows, Di] bf16
     uint8_t* codes;          // row r at codes + slot * codes_stride
     uint8_t* scale;          // row r at scale + slot * scale_stride
@@ -19,6 +19,14 @@ struct QuantParams {
     const int32_t* slots;    // [num_rows], -1 = skip; null = row r goes to r
     int64_t num_slots;       // slots outside 0..num_slots-1 are skipped
     cudaStream_t stream;
+};
+
+// Rotation of a query's last rope_dim columns before it is quantised.
+struct QueryRope {
+    int num_heads;             // Hi: rows of a token
+    int rope_dim;              // R, a multiple of 8 up to Di
+    const int32_t* positions;  // [T]
+    const float* table;        // [P, R/2, 2]: cos, sin, 16-byte aligned
 };
 
 struct CacheRowsParams {
@@ -54,7 +62,7 @@ struct LogitsParams {
 };
 
 struct TopkParams {
-    int num_tokens, num_cols, k;
+    int num_tokens, num_cols, k, num_blocks;  // picks of topk, blocks of candidate_blocks
     bool is_float;                // scores are fp32, else bf16
     const void* scores;           // [T, num_cols]
     int64_t stride;               // elements
@@ -62,12 +70,14 @@ struct TopkParams {
     int block_size;               // topk: entries per candidate block; candidate_blocks: columns per block
     const int32_t* candidates;    // topk: [T, num_candidates] or null
     int num_candidates;
-    int32_t* ids;                 // [T, k] ascending, -1 behind
-    int32_t* count;               // [T] or null
+    int32_t* ids;                 // topk: [T, k] ascending, -1 behind
+    int32_t* count;               // topk: [T] or null
+    int32_t* blocks;              // candidate_blocks: [T, num_blocks] ascending, -1 behind
     cudaStream_t stream;
 };
 
 void launch_quantise(const char* op, const QuantParams& params);
+void launch_rope_quant_query(const QuantParams& params, const QueryRope& rope);
 void launch_cache_rows(const CacheRowsParams& params);
 void launch_logits(const LogitsParams& params);
 void launch_logits_marked(const LogitsParams& params, int num_blocks);  // Hi <= 32 and Di = 128
@@ -78,5 +88,6 @@ int64_t candidate_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t 
 void launch_candidate_logits_sm90(const LogitsParams& params);
 void launch_topk(const TopkParams& params);
 void launch_candidate_blocks(const TopkParams& params);
+void launch_topk_blocks(const TopkParams& params);  // both; candidates null
 
 }  // namespace mdi::indexer

@@ -10,6 +10,7 @@ namespace mdi::indexer {
 inline void define_indexer(Library& m) {
     m.def("indexer_write_keys(Tensor k, Tensor(a!) rows, Tensor slots) -> ()");
     m.def("indexer_quant_query(Tensor q, Tensor(a!) codes, Tensor(b!) scale) -> ()");
+    m.def("indexer_rope_quant_query(Tensor q, Tensor positions, Tensor table, Tensor(a!) codes, Tensor(b!) scale) -> ()");
     m.def(
         "indexer_logits(Tensor q_codes, Tensor q_scale, Tensor weights, Tensor keys, Tensor page_table, Tensor seq_of_token, "
         "Tensor visible, int entries_per_page, Tensor(a!) out) -> ()");
@@ -28,6 +29,9 @@ inline void define_indexer(Library& m) {
     m.def("indexer_candidate_blocks(Tensor logits, Tensor visible, int block_size, Tensor(a!) blocks) -> ()");
     m.def(
         "indexer_topk(Tensor logits, Tensor? visible, Tensor? candidates, int block_size, Tensor(a!) ids, Tensor(b!) count) "
+        "-> ()");
+    m.def(
+        "indexer_topk_blocks(Tensor logits, Tensor visible, int block_size, Tensor(a!) ids, Tensor(b!) count, Tensor(c!) blocks) "
         "-> ()");
     m.def("indexer_cache_rows(Tensor ids, Tensor page_table, Tensor seq_of_token, int entries_per_page, Tensor(a!) rows) -> ()");
 }
@@ -75,9 +79,7 @@ inline void write_keys(const Tensor& k, const Tensor& rows, const Tensor& slots)
                          data<const int32_t>(slots), rows.size(0), scope.stream});
 }
 
-inline void quant_query(const Tensor& q, const Tensor& codes, const Tensor& scale) {
-    constexpr const char* op = "indexer.quant_query";
-    const DeviceScope scope(q);
+inline QuantParams query_params(const char* op, const Tensor& q, const Tensor& codes, const Tensor& scale, const DeviceScope& scope) {
     check_all(op, scope, {{"q", q}, {"codes", codes}, {"scale", scale}});
     MDI_CHECK(op, q, q.dim() == 3, "must have three dimensions, got ", list_string(q.sizes()));
     const int64_t t = q.size(0), hi = q.size(1), di = q.size(2);
@@ -90,8 +92,33 @@ inline void quant_query(const Tensor& q, const Tensor& codes, const Tensor& scal
     MDI_CHECK_ALIGN(op, q, 16);
     MDI_CHECK_ALIGN(op, codes, 4);
     MDI_CHECK_INT32(op, t * hi);
-    launch_quantise(op, {t * hi, static_cast<int>(di), data<const uint16_t>(q), data<uint8_t>(codes), data<uint8_t>(scale), di / 2,
-                         di / 32, nullptr, t * hi, scope.stream});
+    return {t * hi, static_cast<int>(di), data<const uint16_t>(q), data<uint8_t>(codes), data<uint8_t>(scale), di / 2, di / 32,
+            nullptr, t * hi, scope.stream};
+}
+
+inline void quant_query(const Tensor& q, const Tensor& codes, const Tensor& scale) {
+    constexpr const char* op = "indexer.quant_query";
+    const DeviceScope scope(q);
+    launch_quantise(op, query_params(op, q, codes, scale, scope));
+}
+
+inline void rope_quant_query(const Tensor& q, const Tensor& positions, const Tensor& table, const Tensor& codes,
+                             const Tensor& scale) {
+    constexpr const char* op = "indexer.rope_quant_query";
+    const DeviceScope scope(q);
+    const QuantParams params = query_params(op, q, codes, scale, scope);
+    check_all(op, scope, {{"positions", positions}, {"table", table}});
+    MDI_CHECK_DTYPE(op, positions, ScalarType::Int);
+    MDI_CHECK_SHAPE(op, positions, {"T", q.size(0)});
+    MDI_CHECK_DTYPE(op, table, ScalarType::Float);
+    MDI_CHECK(op, table, table.dim() == 3, "must be [P, R/2, 2], got ", list_string(table.sizes()));
+    MDI_CHECK_SHAPE(op, table, {"P", table.size(0)}, {"R/2", table.size(1)}, {"2", 2});
+    MDI_CHECK_ALIGN(op, table, 16);
+    const int64_t rope_dim = 2 * table.size(1);
+    MDI_CHECK(op, table, rope_dim % 8 == 0 && rope_dim <= q.size(2), "must have R a multiple of 8 up to Di=", q.size(2), ", got R=",
+              rope_dim);
+    launch_rope_quant_query(params, {static_cast<int>(q.size(1)), static_cast<int>(rope_dim), data<const int32_t>(positions),
+                                     data<const float>(table)});
 }
 
 inline LogitsParams logits_params(const char* op, const Tensor& q_codes, const Tensor& q_scale, const Tensor& weights,
@@ -224,16 +251,12 @@ inline void candidate_logits_sm90(const Tensor& q_codes, const Tensor& q_scale, 
 }
 #endif
 
-inline TopkParams select_params(const char* op, const Tensor& logits, const std::optional<Tensor>& visible, const Tensor& ids,
+inline TopkParams select_params(const char* op, const Tensor& logits, const std::optional<Tensor>& visible,
                                 const DeviceScope& scope) {
     check_cuda_tensor(op, "logits", logits, scope.device);
-    check_all(op, scope, {{"ids", ids}});
     MDI_CHECK(op, logits, logits.dim() == 2, "must have two dimensions, got ", list_string(logits.sizes()));
     MDI_CHECK_DTYPE(op, logits, ScalarType::BFloat16, ScalarType::Float);
     if (logits.size(1) > 1) MDI_CHECK_STRIDE(op, logits, 1, 1);
-    MDI_CHECK_DTYPE(op, ids, ScalarType::Int);
-    MDI_CHECK(op, ids, ids.dim() == 2 && ids.size(1) >= 1, "must be [T, k] with k >= 1, got ", list_string(ids.sizes()));
-    MDI_CHECK_SHAPE(op, ids, {"T", logits.size(0)}, {"k", ids.size(1)});
     if (visible) {
         check_all(op, scope, {{"visible", *visible}});
         check_dtype(op, "visible", *visible, {ScalarType::Int});
@@ -242,22 +265,45 @@ inline TopkParams select_params(const char* op, const Tensor& logits, const std:
     TopkParams p = {};
     p.num_tokens = as_int32(op, "T", logits.size(0));
     p.num_cols = as_int32(op, "n", logits.size(1) < (int64_t{1} << 31) - 4096 * 8 ? logits.size(1) : -1);
-    p.k = as_int32(op, "k", ids.size(1));
     p.is_float = logits.scalar_type() == ScalarType::Float;
     p.scores = logits.data_ptr();
     p.stride = logits.stride(0);
     p.visible = data<const int32_t>(visible);
-    p.ids = data<int32_t>(ids);
     p.stream = scope.stream;
     return p;
+}
+
+// Where the picks of topk go.
+inline void set_picks(const char* op, TopkParams& p, const Tensor& ids, const Tensor& count, const DeviceScope& scope) {
+    check_all(op, scope, {{"ids", ids}, {"count", count}});
+    MDI_CHECK_DTYPE(op, ids, ScalarType::Int);
+    MDI_CHECK_DTYPE(op, count, ScalarType::Int);
+    MDI_CHECK(op, ids, ids.dim() == 2 && ids.size(1) >= 1, "must be [T, k] with k >= 1, got ", list_string(ids.sizes()));
+    MDI_CHECK_SHAPE(op, ids, {"T", p.num_tokens}, {"k", ids.size(1)});
+    MDI_CHECK_SHAPE(op, count, {"T", p.num_tokens});
+    p.k = as_int32(op, "k", ids.size(1));
+    p.ids = data<int32_t>(ids);
+    p.count = data<int32_t>(count);
+}
+
+// Where the blocks of candidate_blocks go.
+inline void set_blocks(const char* op, TopkParams& p, int64_t block_size, const Tensor& blocks, const DeviceScope& scope) {
+    check_all(op, scope, {{"blocks", blocks}});
+    MDI_CHECK_DTYPE(op, blocks, ScalarType::Int);
+    MDI_CHECK(op, blocks, blocks.dim() == 2 && blocks.size(1) >= 1, "must be [T, num_blocks] with num_blocks >= 1, got ",
+              list_string(blocks.sizes()));
+    MDI_CHECK_SHAPE(op, blocks, {"T", p.num_tokens}, {"num_blocks", blocks.size(1)});
+    MDI_CHECK(op, blocks, block_size >= 1, "needs block_size >= 1, got block_size=", block_size);
+    p.block_size = as_int32(op, "block_size", block_size);
+    p.num_blocks = as_int32(op, "num_blocks", blocks.size(1));
+    p.blocks = data<int32_t>(blocks);
 }
 
 inline void candidate_blocks(const Tensor& logits, const Tensor& visible, int64_t block_size, const Tensor& blocks) {
     constexpr const char* op = "indexer.candidate_blocks";
     const DeviceScope scope(logits);
-    TopkParams p = select_params(op, logits, visible, blocks, scope);
-    MDI_CHECK(op, logits, block_size >= 1, "needs block_size >= 1, got block_size=", block_size);
-    p.block_size = as_int32(op, "block_size", block_size);
+    TopkParams p = select_params(op, logits, visible, scope);
+    set_blocks(op, p, block_size, blocks, scope);
     launch_candidate_blocks(p);
 }
 
@@ -265,11 +311,8 @@ inline void topk(const Tensor& logits, const std::optional<Tensor>& visible, con
                  int64_t block_size, const Tensor& ids, const Tensor& count) {
     constexpr const char* op = "indexer.topk";
     const DeviceScope scope(logits);
-    TopkParams p = select_params(op, logits, visible, ids, scope);
-    check_all(op, scope, {{"count", count}});
-    MDI_CHECK_DTYPE(op, count, ScalarType::Int);
-    MDI_CHECK_SHAPE(op, count, {"T", logits.size(0)});
-    p.count = data<int32_t>(count);
+    TopkParams p = select_params(op, logits, visible, scope);
+    set_picks(op, p, ids, count, scope);
     if (candidates) {
         check_all(op, scope, {{"candidates", *candidates}});
         check_dtype(op, "candidates", *candidates, {ScalarType::Int});
@@ -282,6 +325,16 @@ inline void topk(const Tensor& logits, const std::optional<Tensor>& visible, con
         p.block_size = as_int32(op, "block_size", block_size);
     }
     launch_topk(p);
+}
+
+inline void topk_blocks(const Tensor& logits, const Tensor& visible, int64_t block_size, const Tensor& ids, const Tensor& count,
+                        const Tensor& blocks) {
+    constexpr const char* op = "indexer.topk_blocks";
+    const DeviceScope scope(logits);
+    TopkParams p = select_params(op, logits, visible, scope);
+    set_picks(op, p, ids, count, scope);
+    set_blocks(op, p, block_size, blocks, scope);
+    launch_topk_blocks(p);
 }
 
 inline void cache_rows(const Tensor& ids, const Tensor& page_table, const Tensor& seq_of_token, int64_t entries_per_page,
@@ -307,6 +360,7 @@ inline void cache_rows(const Tensor& ids, const Tensor& page_table, const Tensor
 inline void implement_indexer(Library& m) {
     m.impl("indexer_write_keys", TORCH_BOX(&write_keys));
     m.impl("indexer_quant_query", TORCH_BOX(&quant_query));
+    m.impl("indexer_rope_quant_query", TORCH_BOX(&rope_quant_query));
     m.impl("indexer_logits", TORCH_BOX(&logits));
 #ifdef MDI_WITH_SM90
     m.impl("indexer_logits_sm90", TORCH_BOX(&logits_sm90));
@@ -315,6 +369,7 @@ inline void implement_indexer(Library& m) {
     m.impl("indexer_candidate_logits", TORCH_BOX(&candidate_logits));
     m.impl("indexer_candidate_blocks", TORCH_BOX(&candidate_blocks));
     m.impl("indexer_topk", TORCH_BOX(&topk));
+    m.impl("indexer_topk_blocks", TORCH_BOX(&topk_blocks));
     m.impl("indexer_cache_rows", TORCH_BOX(&cache_rows));
 }
 #endif

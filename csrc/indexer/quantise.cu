@@ -6,9 +6,11 @@
 // Four threads own one group of 32 elements, 8 each (one 16-byte load of bf16, one 4-byte word of codes); the group
 // maximum is taken over the bits of |x|, so that NaN and Inf reach the scale byte (255) instead of being dropped.
 // write_keys scatters a row's codes and scales to rows[slots[r]]; a slot of -1 (or outside the pool) writes nothing.
-// quant_query is the same kernel without slots. Limits: Di a multiple of 64; offsets are 64-bit. Memory-bound.
+// quant_query is the same kernel without slots; rope_quant_query first rotates the last R columns (common/rotary.cuh) and
+// rounds them to bf16, as the op rope does. Limits: Di 64 or 128; offsets are 64-bit. Memory-bound.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
+#include "common/rotary.cuh"
 #include "indexer/indexer.h"
 
 namespace mdi::indexer {
@@ -16,45 +18,46 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads) quantise_kernel(QuantParams p) {
-    const int groups_per_row = p.head_dim / 32;
-    const int64_t num_groups = p.num_rows * groups_per_row;
-    const int64_t group = static_cast<int64_t>(blockIdx.x) * (kThreads / 4) + threadIdx.x / 4;
-    const int part = threadIdx.x % 4;
-    const bool inside = group < num_groups;  // the lanes behind the end stay for the shuffles
-
-    uint32_t pairs[4] = {0, 0, 0, 0};
+// Block: Di / 8 threads a row, one vector each, so that four neighbouring lanes share a group.
+template <bool kRope>
+__global__ void __launch_bounds__(kThreads) quantise_kernel(QuantParams p, QueryRope rope) {
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+    const int vector = static_cast<int>(threadIdx.x);
+    const bool inside = row < p.num_rows;  // the lanes behind the end stay for the shuffles
+    uint4 packed = make_uint4(0, 0, 0, 0);
     if (inside) {
-        const uint4 v = reinterpret_cast<const uint4*>(p.x)[group * 4 + part];
-        pairs[0] = v.x, pairs[1] = v.y, pairs[2] = v.z, pairs[3] = v.w;
+        packed = *reinterpret_cast<const uint4*>(p.x + row * p.head_dim + vector * 8);
+        if constexpr (kRope) {
+            const int column = vector * 8 - (p.head_dim - rope.rope_dim);
+            const uint32_t token = static_cast<uint32_t>(row) / static_cast<uint32_t>(rope.num_heads);
+            const float* angles = rope.table + static_cast<int64_t>(rope.positions[token]) * rope.rope_dim;
+            if (column >= 0) packed = rotate_eight(packed, angles + column, false);
+        }
     }
-    float x[8];
+    const uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};
     uint32_t amax = 0;
-    for (int i = 0; i < 4; ++i) {
-        x[2 * i] = bits_float(pairs[i] << 16);
-        x[2 * i + 1] = bits_float(pairs[i] & 0xffff0000u);
-        amax = max_of(amax, max_of(abs_bits(x[2 * i]), abs_bits(x[2 * i + 1])));
-    }
+    for (int i = 0; i < 4; ++i)
+        amax = max_of(amax, max_of(pairs[i] & 0x7fffu, pairs[i] >> 16 & 0x7fffu));
     amax = max_of(amax, __shfl_xor_sync(0xffffffffu, amax, 1));
     amax = max_of(amax, __shfl_xor_sync(0xffffffffu, amax, 2));
     if (!inside) return;
 
-    const uint8_t scale = mxfp4_scale(bits_float(amax));
+    const uint8_t scale = mxfp4_scale(bits_float(amax << 16));
     const float inverse = e8m0_inverse(scale);
-    uint32_t word = 0;
-    for (int i = 0; i < 4; ++i)
-        word |= static_cast<uint32_t>(e2m1x2_encode(rounded_product(x[2 * i], inverse),
-                                                    rounded_product(x[2 * i + 1], inverse))) << (8 * i);
+    float x[8];
+    for (int i = 0; i < 4; ++i) {
+        x[2 * i] = rounded_product(bits_float(pairs[i] << 16), inverse);
+        x[2 * i + 1] = rounded_product(bits_float(pairs[i] & 0xffff0000u), inverse);
+    }
+    const uint32_t word = e2m1x8_encode(x);
 
-    const int64_t row = group / groups_per_row;
-    const int in_row = static_cast<int>(group - row * groups_per_row);
     const int64_t slot = p.slots != nullptr ? p.slots[row] : row;
     if (slot < 0 || slot >= p.num_slots) return;
     // a key row of 34 bytes (Di = 64) is only 2-byte aligned: two halves
-    uint16_t* codes = reinterpret_cast<uint16_t*>(p.codes + slot * p.codes_stride + in_row * 16 + part * 4);
+    uint16_t* codes = reinterpret_cast<uint16_t*>(p.codes + slot * p.codes_stride + vector * 4);
     codes[0] = static_cast<uint16_t>(word);
     codes[1] = static_cast<uint16_t>(word >> 16);
-    if (part == 0) p.scale[slot * p.scale_stride + in_row] = scale;
+    if (vector % 4 == 0) p.scale[slot * p.scale_stride + vector / 4] = scale;
 }
 
 __global__ void __launch_bounds__(kThreads) cache_rows_kernel(CacheRowsParams p) {
@@ -72,9 +75,21 @@ __global__ void __launch_bounds__(kThreads) cache_rows_kernel(CacheRowsParams p)
 
 }  // namespace
 
-void launch_quantise(const char* op, const QuantParams& params) {
-    const int64_t blocks = ceil_div<int64_t>(params.num_rows * (params.head_dim / 32), kThreads / 4);
-    launch(op, quantise_kernel, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, params.stream}, params);
+namespace {
+
+template <bool kRope>
+void launch_rows(const char* op, const QuantParams& params, const QueryRope& rope) {
+    const auto threads = static_cast<unsigned>(params.head_dim / 8), rows = kThreads / threads;
+    const int64_t blocks = ceil_div<int64_t>(params.num_rows, rows);
+    launch(op, quantise_kernel<kRope>, {dim3(static_cast<unsigned>(blocks)), dim3(threads, rows), 0, params.stream}, params, rope);
+}
+
+}  // namespace
+
+void launch_quantise(const char* op, const QuantParams& params) { launch_rows<false>(op, params, {}); }
+
+void launch_rope_quant_query(const QuantParams& params, const QueryRope& rope) {
+    launch_rows<true>("indexer.rope_quant_query", params, rope);
 }
 
 void launch_cache_rows(const CacheRowsParams& params) {

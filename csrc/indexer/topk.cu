@@ -1,160 +1,45 @@
-// Top-k columns of every score row (model spec 5.4) and the best candidate blocks (5.5). One block per row.
+// Top-k columns of every score row (model spec 5.4) and the best candidate blocks (5.5), each alone or both from one
+// reading of the row. One thread block a row.
 //
 //   topk              the k largest scores, ties to the LOWER column; -inf and NaN are never taken; ids ascending, -1 behind
-//   candidate_blocks  the same over block maxima; the newest visible block counts as +inf
+//   candidate_blocks  the same over the maxima of blocks of columns; the newest visible block counts as +inf
 //
-// Scores are compared as 32-bit keys in the order of the floats (-0 = +0; -inf and NaN are key 0 = "not there"). The answer
-// is defined by a key T and a number: every item above T, and the first `need` items equal to T in index order. It is exact
-// and does not depend on scheduling: atomics only count, or fill a buffer whose order is never used.
+// Fast path (bf16 rows on 16 bytes, at most kMaxVectors vectors of 8 columns):
+//   1. The row is read once and the maximum of every vector stays in shared memory, 2 bytes for 16. At least k columns
+//      reach the k-th largest maximum, and only vectors whose maximum reaches it can hold a pick. The same holds for the
+//      maxima of 4 neighbouring vectors, where the k-th largest is found from a quarter of the values and lies little lower.
+//   2. Vectors that reach this bound (about 1.1 k) are listed in order, read again, and kept in registers: the
+//      exact k-th largest score T and the picks, in order, come from there.
+//   3. A candidate block is a vector, so blocks are chosen among the maxima: every one above the num_blocks-th largest,
+//      and the first ones equal to it.
+// search() finds a k-th largest value by bisection over the 16-bit keys of bf16, three counts a round.
 //
-// Fast path, one read of the row: a strided sample of 4,096 items gives a threshold that clearly more than k items pass
-// (about k + 8 sqrt + 16 in sample units; found among the threads' maxima by counting, without atomics). One pass collects (key, index) of the items at or above it in shared memory;
-// one histogram over the collected keys (radix passes where their range is wide) finds T; two bit maps over the row (above T, equal to T), filled from the buffer,
-// put the ids in ascending order with one prefix sum. A row of at most kCapacity items is collected whole.
-// Exact path: when the sample misjudged (fewer than k or more than kCapacity collected: many equal scores), or the row is
-// too long for the bit maps: a radix select that reads the row once per 8 key bits, then an ordered pass. Same answer.
+// Otherwise, and for a row where too many vectors reach the bound (many equal scores): select_row.cuh, the same answer.
+// Nothing depends on scheduling: atomics only count.
 //
-// Shared memory: 32 KiB of collected items + 2 bits an item (48 KiB at 65,536 columns) + 1.3 KiB.
-// Limits: none on columns; any k >= 1 (k > kCapacity takes the exact path). Plain CUDA: also runs under tests/host/cuda_on_cpu.h.
-#include <type_traits>
-
+// Shared memory: 2.5 bytes a vector (40 KiB at 131,072 columns) + 1.3 KiB. Plain CUDA: also runs under
+// tests/host/cuda_on_cpu.h.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
+#include "common/ptx_sm80.cuh"
+#include "common/reduce.cuh"
 #include "indexer/indexer.h"
+#include "indexer/select_row.cuh"
 
 namespace mdi::indexer {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kNumWarps = kThreads / 32;
-constexpr int kCapacity = 4096;          // collected items
-constexpr int kSample = 4096;            // sampled items, kSample / kThreads a thread
-constexpr int kMaxMapped = 262144;       // longest row with bit maps
-constexpr uint32_t kNoKey = 0;
+constexpr int kMaxVectors = 65528;       // counts are summed in 16 bits
+constexpr int kCapacity = 1024;          // vectors kept in registers
+constexpr int kWideFrom = 4096;          // vectors from which a block has kWideThreads threads
+constexpr int kThreads = 128, kWideThreads = 256;
+constexpr int kColumns = 8;              // of a vector: a candidate block of the fast path
+constexpr uint32_t kLowestKey = 0x0080, kEndKey = 0xff81;  // key of -FLT_MAX; behind the key of +inf
 
-// Keys keep the order of the scores; 0 for NaN and -inf.
-__device__ __forceinline__ uint32_t key_of(float x) {
-    if (!(x > bits_float(0xff800000u))) return kNoKey;  // NaN, -inf
-    const uint32_t bits = float_bits(x + 0.0f);         // -0 -> +0
-    return bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
+// The two bf16 that have this 16-bit key; keys are in the order of the values (-0 just below +0, though they compare equal).
+__device__ __forceinline__ uint32_t pair_of(uint32_t key) {
+    return ((key & 0x8000u) != 0 ? key ^ 0x8000u : ~key & 0xffffu) * 0x10001u;
 }
-
-// Smallest score that has at least this key (key >= 1); below every score for the keys under -FLT_MAX.
-__device__ __forceinline__ float score_of(uint32_t key) {
-    if (key < 0x00800000u) return bits_float(0xff7fffffu);  // -FLT_MAX
-    return bits_float(key ^ ((key >> 31) != 0 ? 0x80000000u : 0xffffffffu));
-}
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(uint16_t x) { return bf16_bits_to_float(x); }
-
-// Items of a row: its columns. A vector is 16 bytes of scores; fetch() starts the load, unpack() gives the scores as fp32,
-// -inf at or past num_items.
-template <class Score>
-struct ColumnSource {
-    static constexpr int kVector = 16 / static_cast<int>(sizeof(Score));
-    static constexpr int kInFlight = 4;  // vectors a thread has in flight in the collecting pass
-    static constexpr int kKeyBytes = static_cast<int>(sizeof(Score));  // a bf16 score's key has 16 constant low bits
-    using Raw = uint4;
-    const Score* row;
-    int num_items;
-    bool aligned;
-
-    __device__ __forceinline__ Raw fetch(int vector) const {
-        const int first = vector * kVector;
-        if (aligned && first + kVector <= num_items) return reinterpret_cast<const uint4*>(row)[vector];
-        uint32_t words[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            if constexpr (sizeof(Score) == 4) {
-                words[w] = first + w < num_items ? float_bits(row[first + w]) : 0xff800000u;
-            } else {
-                const uint32_t low = first + 2 * w < num_items ? row[first + 2 * w] : 0xff80u;
-                const uint32_t high = first + 2 * w + 1 < num_items ? row[first + 2 * w + 1] : 0xff80u;
-                words[w] = low | high << 16;
-            }
-        }
-        return make_uint4(words[0], words[1], words[2], words[3]);
-    }
-    __device__ __forceinline__ float item(int i) const { return widen(row[i]); }
-    static __device__ __forceinline__ void unpack(const Raw& raw, float (&x)[kVector]) {
-        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            if constexpr (sizeof(Score) == 4) {
-                x[w] = bits_float(words[w]);
-            } else {
-                x[2 * w] = bits_float(words[w] << 16);
-                x[2 * w + 1] = bits_float(words[w] & 0xffff0000u);
-            }
-        }
-    }
-};
-
-// Items of a row: the maxima of its blocks of `block_size` columns; the newest visible block is +inf. NaN columns are
-// dropped from a maximum.
-template <class Score>
-struct BlockSource {
-    static constexpr int kVector = 1;
-    static constexpr int kInFlight = 2;
-    static constexpr int kKeyBytes = static_cast<int>(sizeof(Score));
-    using Raw = float;
-    const Score* row;
-    int num_items;
-    bool aligned;    // the row's address and the bytes of a block are multiples of 16
-    int num_cols;    // columns that count
-    int block_size;
-    int newest;      // block of the last visible column
-
-    __device__ __forceinline__ Raw fetch(int block) const {
-        if (block >= num_items) return bits_float(0xff800000u);
-        if (block == newest) return bits_float(0x7f800000u);
-        float best = bits_float(0xff800000u);
-        const int64_t first = static_cast<int64_t>(block) * block_size;
-        if (aligned && first + block_size <= num_cols) {
-            constexpr int kPerVector = 16 / static_cast<int>(sizeof(Score));
-            for (int i = 0; i < block_size; i += kPerVector) {
-                float x[kPerVector];
-                ColumnSource<Score>::unpack(*reinterpret_cast<const uint4*>(row + first + i), x);
-#pragma unroll
-                for (int j = 0; j < kPerVector; ++j) best = fmaxf(best, x[j]);
-            }
-        } else {
-            for (int i = 0; i < block_size && first + i < num_cols; ++i) best = fmaxf(best, widen(row[first + i]));
-        }
-        return best;
-    }
-    __device__ __forceinline__ float item(int i) const { return fetch(i); }
-    static __device__ __forceinline__ void unpack(const Raw& raw, float (&x)[kVector]) { x[0] = raw; }
-};
-
-// The same for bf16 blocks of 8 columns, rows on 16 bytes: a block is one load, and many are in flight.
-struct EightSource {
-    static constexpr int kVector = 1;
-    static constexpr int kInFlight = 8;
-    static constexpr int kKeyBytes = 2;
-    using Raw = uint4;
-    ColumnSource<uint16_t> columns;
-    int num_items;
-    int newest;
-
-    __device__ __forceinline__ Raw fetch(int block) const {
-        if (block == newest) return make_uint4(0x7f807f80u, 0x7f807f80u, 0x7f807f80u, 0x7f807f80u);
-        return columns.fetch(block);
-    }
-    __device__ __forceinline__ float item(int i) const {
-        float x[1];
-        unpack(fetch(i), x);
-        return x[0];
-    }
-    static __device__ __forceinline__ void unpack(const Raw& raw, float (&x)[kVector]) {
-        float column[8];
-        ColumnSource<uint16_t>::unpack(raw, column);
-        x[0] = column[0];
-#pragma unroll
-        for (int i = 1; i < 8; ++i) x[0] = fmaxf(x[0], column[i]);
-    }
-};
 
 // ffff in the halves of x (bf16 pair) that are at or above the half of `threshold`; 0 for NaN
 __device__ __forceinline__ uint32_t at_least_bf16x2(uint32_t x, uint32_t threshold) {
@@ -169,431 +54,453 @@ __device__ __forceinline__ uint32_t at_least_bf16x2(uint32_t x, uint32_t thresho
 #endif
 }
 
-// Bit i: item i of the vector is at or above the threshold (at least -FLT_MAX); false for NaN and -inf.
-template <class Source>
-__device__ __forceinline__ uint32_t passing(const typename Source::Raw& raw, float threshold) {
-    uint32_t bits = 0;
-    if constexpr (std::is_same_v<Source, ColumnSource<uint16_t>> || std::is_same_v<Source, EightSource>) {
-        // the low half of a threshold does not decide: no bf16 score lies between
-        const uint32_t pair = (float_bits(threshold) >> 16) * 0x10001u;
-        const uint32_t a = at_least_bf16x2(raw.x, pair), b = at_least_bf16x2(raw.y, pair);
-        const uint32_t c = at_least_bf16x2(raw.z, pair), d = at_least_bf16x2(raw.w, pair);
-        if constexpr (Source::kVector == 1) return (a | b | c | d) != 0 ? 1u : 0u;
-        bits = (a & 0x00020001u) | (b & 0x00080004u) | (c & 0x00200010u) | (d & 0x00800040u);
-        bits = (bits | bits >> 16) & 0xffu;
-    } else {
-        float x[Source::kVector];
-        Source::unpack(raw, x);
-#pragma unroll
-        for (int i = 0; i < Source::kVector; ++i) bits |= x[i] >= threshold ? 1u << i : 0u;
-    }
-    return bits;
+// Larger of each half; the other one where one is NaN.
+__device__ __forceinline__ uint32_t max_bf16x2(uint32_t x, uint32_t y) {
+#if defined(__CUDA_ARCH__)
+    uint32_t larger;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(x), "r"(y));
+    return larger;
+#else
+    const float low = fmaxf(bits_float(x << 16), bits_float(y << 16));
+    const float high = fmaxf(bits_float(x & 0xffff0000u), bits_float(y & 0xffff0000u));
+    return float_bits(low) >> 16 | (float_bits(high) & 0xffff0000u);
+#endif
 }
 
-template <class Source>
-__device__ __forceinline__ void load(const Source& source, int vector, float (&x)[Source::kVector]) {
-    Source::unpack(source.fetch(vector), x);
+// Bit i: score i of the vector is at or above the threshold.
+__device__ __forceinline__ uint32_t passing(const uint4& raw, uint32_t threshold) {
+    const uint32_t a = at_least_bf16x2(raw.x, threshold), b = at_least_bf16x2(raw.y, threshold);
+    const uint32_t c = at_least_bf16x2(raw.z, threshold), d = at_least_bf16x2(raw.w, threshold);
+    const uint32_t bits = (a & 0x00020001u) | (b & 0x00080004u) | (c & 0x00200010u) | (d & 0x00800040u);
+    return (bits | bits >> 16) & 0xffu;
 }
 
 struct Shared {
-    int histogram[256];
-    uint32_t warp_total[kNumWarps];
-    uint32_t digit;
-    int rank, above;
-    int num_collected;
+    uint32_t counts[3][2];  // of a round of search(): two counts of 16 bits, and the third
+    uint32_t top;           // key of the row's largest score
+    RadixShared radix;
 };
 
-// Exclusive prefix sum over the block; `total` is the sum. Both barriers are inside.
-__device__ __forceinline__ uint32_t block_prefix(uint32_t value, Shared& shared, uint32_t& total) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t inclusive = value;
-    for (int step = 1; step < 32; step *= 2) {
-        const uint32_t other = __shfl_up_sync(0xffffffffu, inclusive, step);
-        if (lane >= step) inclusive += other;
-    }
-    __syncthreads();  // warp_total may still be read from the last call
-    if (lane == 31) shared.warp_total[warp] = inclusive;
-    __syncthreads();
-    uint32_t before = 0;
-    total = 0;
-    for (int w = 0; w < kNumWarps; ++w) {
-        if (w < warp) before += shared.warp_total[w];
-        total += shared.warp_total[w];
-    }
-    return before + inclusive - value;
+// sums[i] -= one mask a score pair. The halves of a mask are 0 or -1, so that the sum holds two counts.
+__device__ __forceinline__ void count_vector(const uint4& raw, const uint32_t (&probe)[3], uint32_t (&sums)[3]) {
+#pragma unroll
+    for (int i = 0; i < 3; ++i)
+        sums[i] -= at_least_bf16x2(raw.x, probe[i]) + at_least_bf16x2(raw.y, probe[i]) + at_least_bf16x2(raw.z, probe[i]) +
+                   at_least_bf16x2(raw.w, probe[i]);
 }
 
-// Counts keys by digit; neighbouring equal digits of a thread cost one atomic.
-struct DigitCounter {
-    int* histogram;
-    int digit = -1, count = 0;
-    __device__ __forceinline__ void add(int next) {
-        if (next == digit) {
-            ++count;
-            return;
+// a + b from a + 2^16 (b - a) mod 2^32
+__device__ __forceinline__ uint32_t count_of(uint32_t sum) {
+    return 2 * (sum & 0xffffu) + static_cast<uint32_t>(static_cast<int32_t>(sum) >> 16);
+}
+
+// The lowest n set bits.
+__device__ __forceinline__ uint32_t lowest_bits(uint32_t bits, int n) {
+    if (n <= 0) return 0;
+    while (__popc(bits) > n) bits &= ~(0x80000000u >> __clz(static_cast<int>(bits)));
+    return bits;
+}
+
+// A key from [low, high) that at least k values reach: the largest one, or one that at most k + slack reach; `low` where
+// fewer than k reach a higher one. Fewer than k values reach `high`. add(probes, sums) is count_vector over the thread's
+// values. first: keys of the first round, ascending; the others divide what is left by four. slot: the counter of the next
+// round, which is zero.
+template <int kNumThreads, class Add>
+__device__ __forceinline__ uint32_t search(uint32_t low, uint32_t high, const int (&first)[3], int k, int slack, const Add& add,
+                                           int& slot, Shared& shared) {
+    uint32_t key[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) key[i] = min_of(max_of(first[i], static_cast<int>(low) + 1), static_cast<int>(high));
+    while (high - low > 1) {
+        uint32_t probe[3], sums[3] = {0, 0, 0};
+#pragma unroll
+        for (int i = 0; i < 3; ++i) probe[i] = pair_of(key[i]);
+        add(probe, sums);
+        const uint32_t two = __reduce_add_sync(kFullWarp, count_of(sums[0]) | count_of(sums[1]) << 16);
+        const uint32_t third = __reduce_add_sync(kFullWarp, count_of(sums[2]));
+        if (threadIdx.x % 32 == 0) {
+            atomicAdd(&shared.counts[slot][0], two);
+            atomicAdd(&shared.counts[slot][1], third);
         }
-        flush();
-        digit = next;
-        count = 1;
+        const int next = slot == 2 ? 0 : slot + 1;  // read before the last barrier, added to behind the coming one
+        if (threadIdx.x == 0) shared.counts[next][0] = shared.counts[next][1] = 0;
+        __syncthreads();
+        const int count[3] = {static_cast<int>(shared.counts[slot][0] & 0xffffu), static_cast<int>(shared.counts[slot][0] >> 16),
+                              static_cast<int>(shared.counts[slot][1])};
+        slot = next;
+        int reached = kMaxVectors + 1;  // values that reach `low`, as far as this round knows
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+            if (count[i] >= k) low = key[i], reached = count[i];
+            if (count[2 - i] < k) high = key[2 - i];
+        }
+        if (reached <= k + slack) break;
+#pragma unroll
+        for (int i = 0; i < 3; ++i) key[i] = low + ((high - low) * (i + 1) + 3) / 4;
     }
-    __device__ __forceinline__ void flush() {
-        if (count > 0) atomicAdd(&histogram[digit], count);
-        count = 0;
+    return low;
+}
+
+// The answer is expected just above `low`.
+template <int kNumThreads, class Add>
+__device__ __forceinline__ uint32_t search_up(uint32_t low, uint32_t high, int k, int slack, const Add& add, int& slot, Shared& shared) {
+    const int from = static_cast<int>(low);
+    return search<kNumThreads>(low, high, {from + 4, from + 16, from + 64}, k, slack, add, slot, shared);
+}
+
+// The answer is expected within a factor of four below the largest value.
+template <int kNumThreads, class Add>
+__device__ __forceinline__ uint32_t search_down(uint32_t high, int k, int slack, const Add& add, int& slot, Shared& shared) {
+    const int to = static_cast<int>(high);
+    return search<kNumThreads>(kLowestKey, high, {to - 256, to - 128, to - 64}, k, slack, add, slot, shared);
+}
+
+// Dynamic shared memory of a row with num_vectors vectors.
+struct Layout {
+    uint16_t* maxima;   // [units * 8], -inf behind the last vector
+    uint32_t* level;    // [level_units * 4] pairs: maxima of 4 vectors; until the bounds are known, then its place is that of
+    uint32_t* above;    // [words] one bit a vector
+    uint32_t* equal;    // [words]
+    uint32_t* list;     // [kCapacity] vectors, then the ids of their first columns
+    int units, level_units, words;
+
+    static __host__ __device__ __forceinline__ int bytes(int num_vectors) {
+        const int units = ceil_div(num_vectors, 8), words = ceil_div(num_vectors, 32);
+        return units * 16 + max_of(ceil_div(units, 4) * 16, align_up(words, 4) * 8 + kCapacity * 4);
+    }
+    __device__ __forceinline__ Layout(uint8_t* dynamic, int num_vectors) {
+        units = ceil_div(num_vectors, 8);
+        level_units = ceil_div(units, 4);
+        words = ceil_div(num_vectors, 32);
+        maxima = reinterpret_cast<uint16_t*>(dynamic);
+        level = reinterpret_cast<uint32_t*>(dynamic + units * 16);
+        above = level;
+        equal = above + align_up(words, 4);
+        list = equal + align_up(words, 4);
+    }
+    __device__ __forceinline__ uint4 unit(int i) const { return reinterpret_cast<const uint4*>(maxima)[i]; }
+};
+
+using Columns = ColumnSource<uint16_t>;
+
+// Reads the row once: the maximum of every vector, and the key of the largest -> shared.top (0 before).
+template <int kNumThreads>
+__device__ __forceinline__ void read_maxima(const Columns& row, const Layout& at, Shared& shared) {
+    constexpr int kInFlight = 8;
+    const int thread = static_cast<int>(threadIdx.x), whole = row.num_items / 8;
+    uint32_t top = 0xff80ff80u;
+    const auto keep = [&](int vector, const uint4& raw) {
+        const uint32_t pair = max_bf16x2(max_bf16x2(raw.x, raw.y), max_bf16x2(raw.z, raw.w));
+        top = max_bf16x2(top, pair);
+        at.maxima[vector] = static_cast<uint16_t>(max_bf16x2(pair, pair >> 16 | pair << 16));
+    };
+    const uint4* vectors = reinterpret_cast<const uint4*>(row.row);
+    const auto read = [&](int base, bool all) {  // all: none of the vectors lies behind the last whole one
+        uint4 raw[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i)
+            if (all || base + i * kNumThreads < whole) raw[i] = ptx::load_streaming(vectors + base + i * kNumThreads);
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i)
+            if (all || base + i * kNumThreads < whole) keep(base + i * kNumThreads, raw[i]);
+    };
+    int base = 0;
+    for (; base + kInFlight * kNumThreads <= whole; base += kInFlight * kNumThreads) read(base + thread, true);
+    read(base + thread, false);
+    if (whole + thread < at.units * 8) keep(whole + thread, row.fetch(whole + thread));  // the last, and -inf behind it
+    top = max_bf16x2(top, top >> 16 | top << 16) & 0xffffu;
+    const uint32_t key = __reduce_max_sync(kFullWarp, (top & 0x8000u) != 0 ? ~top & 0xffffu : top | 0x8000u);
+    if (thread % 32 == 0) atomicMax(&shared.top, key);
+}
+
+// Maxima of 4 vectors, from those in shared memory.
+template <int kNumThreads>
+__device__ __forceinline__ void build_level(const Layout& at) {
+    for (int i = threadIdx.x; i < at.level_units * 4; i += kNumThreads) {
+        uint32_t pair = 0xff80ff80u;
+        if (i < at.units) {
+            const uint4 raw = at.unit(i);
+            const uint32_t first = max_bf16x2(raw.x, raw.y), second = max_bf16x2(raw.z, raw.w);
+            pair = max_bf16x2((first & 0xffffu) | second << 16, first >> 16 | (second & 0xffff0000u));
+        }
+        at.level[i] = pair;
+    }
+}
+
+// Values of search(): the vector maxima, or the maxima of 4 vectors.
+template <int kNumThreads>
+struct Maxima {
+    const Layout& at;
+    bool levelled;
+
+    __device__ __forceinline__ void operator()(const uint32_t (&probe)[3], uint32_t (&sums)[3]) const {
+        const uint4* values = levelled ? reinterpret_cast<const uint4*>(at.level) : reinterpret_cast<const uint4*>(at.maxima);
+        const int num_values = levelled ? at.level_units : at.units;
+#pragma unroll 2
+        for (int i = threadIdx.x; i < num_values; i += kNumThreads) count_vector(values[i], probe, sums);
     }
 };
 
-// The digit that holds the rank-th largest key of the histogram -> shared.digit; its rank inside the digit and the number of
-// keys in higher digits -> shared.rank, shared.above. Needs at least `rank` keys. Barriers before and behind are inside.
-__device__ __forceinline__ void find_digit(int rank, Shared& shared) {
+// Lists the vectors that reach `bound`, ascending; returns how many there are, listed only where they fit.
+template <int kNumThreads>
+__device__ __forceinline__ int list_vectors(uint32_t bound, const Layout& at, Shared& shared) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const uint32_t threshold = pair_of(bound);
+    for (int i = thread; i < align_up(at.units, 4); i += kNumThreads)
+        reinterpret_cast<uint8_t*>(at.above)[i] = i < at.units ? static_cast<uint8_t>(passing(at.unit(i), threshold)) : 0;
     __syncthreads();
-    if (threadIdx.x < 32) {  // lane l owns digits 255-8l .. 248-8l, from the top
-        const int lane = threadIdx.x;
-        int sum = 0;
-        for (int i = 0; i < 8; ++i) sum += shared.histogram[255 - 8 * lane - i];
-        int inclusive = sum;
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
-            if (lane >= step) inclusive += other;
-        }
-        int before = inclusive - sum;
-        if (before < rank && rank <= inclusive) {  // exactly one lane
-            for (int i = 0; i < 8; ++i) {
-                const int digit = 255 - 8 * lane - i, here = shared.histogram[digit];
-                if (before < rank && rank <= before + here) {
-                    shared.digit = static_cast<uint32_t>(digit);
-                    shared.rank = rank - before;
-                    shared.above = before;
-                }
-                before += here;
-            }
-        }
+    const int words_each = ceil_div(at.words, kNumThreads);
+    const int first = min_of(at.words, thread * words_each), last = min_of(at.words, first + words_each);
+    uint32_t mine = 0, total;
+    for (int w = first; w < last; ++w) mine += __popc(at.above[w]);
+    uint32_t place = block_prefix<kNumThreads>(mine, shared.radix.warp_total, total);
+    if (total <= kCapacity) {
+        for (int w = first; w < last; ++w)
+            for (uint32_t left = at.above[w]; left != 0; left &= left - 1)
+                at.list[place++] = static_cast<uint32_t>(w * 32 + __ffs(static_cast<int>(left)) - 1);
     }
     __syncthreads();
+    return static_cast<int>(total);
 }
 
-// The rank-th largest of the keys that `for_each` hands to its callable, rank >= 1, and how many keys are above it. At least
-// `rank` keys must be handed out. All threads call it and all get the result. kKeyBytes: leading key bytes that can differ.
-template <int kKeyBytes, class ForEach>
-__device__ __forceinline__ uint32_t select_key(const ForEach& for_each, int rank, Shared& shared, int& num_above) {
-    uint32_t prefix = 0;
-    num_above = 0;
-    for (int byte = 3; byte >= 4 - kKeyBytes; --byte) {
-        const int shift = 8 * byte;
-        __syncthreads();
-        for (int i = threadIdx.x; i < 256; i += kThreads) shared.histogram[i] = 0;
-        __syncthreads();
-        DigitCounter counter{shared.histogram};
-        for_each([&](uint32_t key) {
-            // the bytes above this one must match; a shift by 32 is not defined, so the first pass is its own case
-            if (byte == 3 || (key >> (shift + 8)) == (prefix >> (shift + 8))) counter.add(static_cast<int>(key >> shift & 0xffu));
-        });
-        counter.flush();
-        find_digit(rank, shared);
-        prefix |= shared.digit << shift;
-        rank = shared.rank;
-        num_above += shared.above;
-    }
-    return prefix;  // a bf16 key's low half is 0, see narrow_key
-}
+// Listed vectors of a thread, in registers.
+template <int kNumThreads>
+struct Kept {
+    static constexpr int kMost = kCapacity / kNumThreads;
+    int first, each;  // the thread's are list[first .. first + each)
+    uint4 raw[kMost];
 
-// Keys of bf16 scores differ in their upper half only; the lower half is cleared so that keys compare equal to `prefix`.
-template <int kKeyBytes>
-__device__ __forceinline__ uint32_t narrow_key(uint32_t key) {
-    return kKeyBytes == 4 ? key : key & 0xffff0000u;
-}
-
-struct RowOutput {
-    int32_t* ids;
-    const int32_t* candidates;  // null: the item is the id
-    int block_size;
-    __device__ __forceinline__ void put(int position, int item) const {
-        ids[position] = candidates == nullptr ? item : candidates[item / block_size] * block_size + item % block_size;
+    // candidates: of the token, or null
+    __device__ __forceinline__ void load(const Columns& row, const int32_t* candidates, const Layout& at, int listed) {
+        each = ceil_div(listed, kNumThreads);
+        first = static_cast<int>(threadIdx.x) * each;
+        uint32_t block[kMost];
+#pragma unroll
+        for (int i = 0; i < kMost; ++i) {
+            raw[i] = make_uint4(0xff80ff80u, 0xff80ff80u, 0xff80ff80u, 0xff80ff80u);
+            if (i >= each || first + i >= listed) continue;
+            block[i] = at.list[first + i];
+            raw[i] = row.fetch(static_cast<int>(block[i]));
+            if (candidates != nullptr) block[i] = static_cast<uint32_t>(candidates[block[i]]);
+        }
+#pragma unroll
+        for (int i = 0; i < kMost; ++i)
+            if (i < each && first + i < listed) at.list[first + i] = block[i] * kColumns;  // read by this thread only
     }
 };
 
-// Ordered pass over the row: every item above `threshold` (there are at most max_above), and the first `need` equal to it.
-// Returns how many were put.
-template <class Source>
-__device__ int emit_from_row(const Source& source, uint32_t threshold, int max_above, int need, const RowOutput& out,
-                             Shared& shared) {
-    constexpr int kVector = Source::kVector;
-    int num_above = 0, num_equal = 0;  // of the vectors before this round
-    const int num_vectors = ceil_div(source.num_items, kVector);
-    for (int base = 0; base < num_vectors; base += kThreads) {
-        const int vector = base + static_cast<int>(threadIdx.x);
-        uint32_t above = 0, equal = 0;  // bit i: item i of the vector
-        if (vector < num_vectors) {
-            float x[kVector];
-            load(source, vector, x);
-            for (int i = 0; i < kVector; ++i) {
-                const uint32_t key = narrow_key<Source::kKeyBytes>(key_of(x[i]));
-                if (key > threshold) above |= 1u << i;
-                else if (key == threshold && key != kNoKey) equal |= 1u << i;
-            }
-        }
-        uint32_t total;  // two 16-bit counts: at most 8 * 512 items a round
-        const uint32_t before = block_prefix(static_cast<uint32_t>(__popc(above)) | static_cast<uint32_t>(__popc(equal)) << 16,
-                                             shared, total);
-        int a = num_above + static_cast<int>(before & 0xffffu), e = num_equal + static_cast<int>(before >> 16);
-        for (int i = 0; i < kVector; ++i) {
-            const bool is_above = (above >> i & 1u) != 0, is_equal = (equal >> i & 1u) != 0;
-            if (is_above || (is_equal && e < need)) out.put(a + min_of(e, need), vector * kVector + i);
-            a += is_above;
-            e += is_equal;
-        }
-        num_above += static_cast<int>(total & 0xffffu);
-        num_equal += static_cast<int>(total >> 16);
-        if (num_equal >= need && num_above >= max_above) break;  // nothing more can be taken; the same in every thread
-    }
-    return num_above + min_of(num_equal, need);
-}
-
-// Exact selection by reading the row again for every key byte. Returns how many ids were put.
-template <class Source>
-__device__ int select_from_row(const Source& source, int k, const RowOutput& out, Shared& shared) {
-    constexpr int kVector = Source::kVector;
-    const int num_vectors = ceil_div(source.num_items, kVector);
-    int num_above = 0;
-    uint32_t threshold = kNoKey;
-    if (k < source.num_items) {  // otherwise everything that is there is taken
-        threshold = select_key<Source::kKeyBytes>(
-            [&](auto&& add) {
-                for (int vector = threadIdx.x; vector < num_vectors; vector += kThreads) {
-                    float x[kVector];
-                    load(source, vector, x);
-                    for (int i = 0; i < kVector; ++i)
-                        if (vector * kVector + i < source.num_items) add(narrow_key<Source::kKeyBytes>(key_of(x[i])));
-                }
-            },
-            k, shared, num_above);
-    }
-    return emit_from_row(source, threshold, threshold == kNoKey ? source.num_items : num_above, k - num_above, out, shared);
-}
-
-// Items sampled at an even stride -> the score that clearly more than k of the row's items reach; -FLT_MAX for all of them.
-template <class Source>
-__device__ float sampled_threshold(const Source& source, int k, Shared& shared) {
-    constexpr int kVector = Source::kVector;
-    constexpr int kPerThread = kSample / kThreads / kVector > 0 ? kSample / kThreads / kVector : 1;  // vectors a thread
-    const int num_vectors = source.num_items / kVector;  // whole ones; > kThreads * kPerThread (checked by the caller)
-    const int stride = num_vectors / (kThreads * kPerThread);
-    uint32_t keys[kPerThread * kVector];
+// The k best of the kept vectors' scores, of which at least k reach `low` or all are there; near: the k-th is not far above.
+// Returns how many there are.
+template <int kNumThreads>
+__device__ __forceinline__ int put_picks(const Kept<kNumThreads>& kept, uint32_t low, bool near, int k, int32_t* ids,
+                                         const Layout& at, int& slot, Shared& shared) {
+    constexpr int kMost = Kept<kNumThreads>::kMost;
+    static_assert(kMost % 4 == 0, "the bits of 4 vectors are a word");
+    const auto add = [&](const uint32_t (&probe)[3], uint32_t (&sums)[3]) {
 #pragma unroll
-    for (int v = 0; v < kPerThread; ++v) {
-        float x[kVector];
-        load(source, (v * kThreads + static_cast<int>(threadIdx.x)) * stride, x);
+        for (int i = 0; i < kMost; ++i)
+            if (i < kept.each) count_vector(kept.raw[i], probe, sums);
+    };
+    const uint32_t best = near ? search_up<kNumThreads>(low, shared.top + 1, k, 0, add, slot, shared)
+                               : search_down<kNumThreads>(shared.top + 1, k, 0, add, slot, shared);
+    const uint32_t equal_from = pair_of(best), above_from = pair_of(best + 1);
+    uint32_t above[kMost / 4] = {}, equal[kMost / 4] = {}, counts = 0;  // bit 8 (i % 4) + c of word i / 4: column c of vector i
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) keys[v * kVector + i] = narrow_key<Source::kKeyBytes>(key_of(x[i]));
+    for (int i = 0; i < kMost; ++i) {
+        if (i >= kept.each) continue;
+        const uint32_t over = passing(kept.raw[i], above_from), both = passing(kept.raw[i], equal_from);
+        above[i / 4] |= over << i % 4 * 8;
+        equal[i / 4] |= (both & ~over) << i % 4 * 8;
     }
-    constexpr int kSampled = kThreads * kPerThread * kVector;
-    const float mean = static_cast<float>(k) * kSampled / static_cast<float>(source.num_items);  // of the best k in the sample
-    const int rank = static_cast<int>(mean + 8.0f * sqrtf(mean) + 16.0f);
-    if (rank >= kSampled) return score_of(kNoKey);
-    if (rank <= kThreads / 4) {
-        // few: the rank-th largest of the threads' maxima leaves hardly more samples above it, and needs no histogram (few
-        // digits hold nearly all scores, so its atomics queue up); 16 key bits are enough for a threshold
-        uint32_t best = keys[0];
 #pragma unroll
-        for (int i = 1; i < kPerThread * kVector; ++i) best = max_of(best, keys[i]);
-        uint32_t prefix = 0;
-        for (int bit = 31; bit >= 16; --bit) {
-            const uint32_t higher = prefix | 1u << bit;
-            if (__syncthreads_count(best >= higher) >= rank) prefix = higher;
-        }
-        return score_of(prefix);
-    }
-    for (int i = threadIdx.x; i < 16; i += kThreads) shared.histogram[i] = 0;
-    __syncthreads();
-    uint32_t prefix = 0;
-    for (int bit = 31; bit >= 16; --bit) {  // the same over all samples
-        const uint32_t higher = prefix | 1u << bit;
-        int count = 0;
+    for (int w = 0; w < kMost / 4; ++w)
+        counts += static_cast<uint32_t>(__popc(above[w])) | static_cast<uint32_t>(__popc(equal[w])) << 16;
+    uint32_t total;  // 16 bits each: at most 8 kCapacity
+    const uint32_t before = block_prefix<kNumThreads>(counts, shared.radix.warp_total, total);
+    const int need = k - static_cast<int>(total & 0xffffu);  // of the equal ones
+    int e = static_cast<int>(before >> 16), place = static_cast<int>(before & 0xffffu) + min_of(e, need);
 #pragma unroll
-        for (int i = 0; i < kPerThread * kVector; ++i) count += keys[i] >= higher;
-        count = __reduce_add_sync(0xffffffffu, count);
-        if (threadIdx.x % 32 == 0) atomicAdd(&shared.histogram[31 - bit], count);
-        __syncthreads();
-        if (shared.histogram[31 - bit] >= rank) prefix = higher;
-    }
-    return score_of(prefix);
-}
-
-// Fast path. Returns how many ids were put, or -1 when the collected set does not decide the row (nothing was put).
-template <class Source>
-__device__ int select_collected(const Source& source, int k, const RowOutput& out, Shared& shared, uint32_t* keys, int* items,
-                                uint32_t* maps) {
-    constexpr int kVector = Source::kVector, kInFlight = Source::kInFlight;
-    const int num_vectors = ceil_div(source.num_items, kVector), num_words = ceil_div(source.num_items, 32);
-    uint32_t* above_map = maps;
-    uint32_t* equal_map = maps + num_words;
-    const float all = score_of(kNoKey);
-    const float threshold = source.num_items <= kCapacity ? all : sampled_threshold(source, k, shared);
-
-    if (threadIdx.x == 0) shared.num_collected = 0;
-    for (int i = threadIdx.x; i < 2 * num_words; i += kThreads) maps[i] = 0;
-    __syncthreads();
-    static_assert(kInFlight * kVector <= 32, "one bit an item");
-    const int lane = threadIdx.x % 32;
-    for (int base = threadIdx.x - lane; base < num_vectors; base += kInFlight * kThreads) {  // the same in a warp
-        const int vector = base + lane;
-        typename Source::Raw raw[kInFlight];
-#pragma unroll
-        for (int v = 0; v < kInFlight; ++v) raw[v] = source.fetch(vector + v * kThreads);  // -inf behind the end
-        uint32_t bits = 0;
-#pragma unroll
-        for (int v = 0; v < kInFlight; ++v) bits |= passing<Source>(raw[v], threshold) << (v * kVector);
-        // places of a warp's items: one atomic a warp
-        const int mine = __popc(bits);
-        int inclusive = mine;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
-            if (lane >= step) inclusive += other;
-        }
-        int place = 0;
-        if (lane == 31 && inclusive > 0) place = atomicAdd(&shared.num_collected, inclusive);
-        place = __shfl_sync(0xffffffffu, place, 31) + inclusive - mine;
-        for (; bits != 0 && place < kCapacity; bits &= bits - 1, ++place) {
-            const int bit = __ffs(static_cast<int>(bits)) - 1;
-            items[place] = (vector + bit / kVector * kThreads) * kVector + bit % kVector;
-        }
-    }
-    __syncthreads();
-    const int collected = shared.num_collected;
-    // undecided: too many for the buffer, or too few although the threshold left items out
-    if (collected > kCapacity || (collected < k && threshold != all)) return -1;
-    for (int i = threadIdx.x; i < collected; i += kThreads) keys[i] = narrow_key<Source::kKeyBytes>(key_of(source.item(items[i])));
-    __syncthreads();
-
-    int num_above = 0;
-    uint32_t best = kNoKey;
-    bool found = collected <= k;  // everything is taken
-    if (!found && Source::kKeyBytes == 2 && threshold != all) {
-        // bf16: one pass with a digit per score value from the threshold up; the last one holds everything above
-        const uint32_t base = key_of(threshold) >> 16;
-        for (int i = threadIdx.x; i < 256; i += kThreads) shared.histogram[i] = 0;
-        __syncthreads();
-        for (int i = threadIdx.x; i < collected; i += kThreads) atomicAdd(&shared.histogram[min_of((keys[i] >> 16) - base, 255u)], 1);
-        find_digit(k, shared);
-        found = shared.digit != 255;
-        best = (base + shared.digit) << 16;
-        num_above = shared.above;
-    }
-    if (!found) {
-        best = select_key<Source::kKeyBytes>(
-            [&](auto&& add) {
-                for (int i = threadIdx.x; i < collected; i += kThreads) add(keys[i]);
-            },
-            k, shared, num_above);
-    }
-    const int need = k - num_above;
-    for (int i = threadIdx.x; i < collected; i += kThreads) {
-        const uint32_t key = keys[i];
-        const int item = items[i];
-        if (key > best) atomicOr(&above_map[item / 32], 1u << (item % 32));
-        else if (key == best) atomicOr(&equal_map[item / 32], 1u << (item % 32));
-    }
-    __syncthreads();
-
-    // thread i owns a run of words: one prefix sum orders the ids
-    const int words_each = ceil_div(num_words, kThreads);
-    const int first = min_of(num_words, static_cast<int>(threadIdx.x) * words_each), last = min_of(num_words, first + words_each);
-    uint32_t counts = 0;
-    for (int w = first; w < last; ++w)
-        counts += static_cast<uint32_t>(__popc(above_map[w])) | static_cast<uint32_t>(__popc(equal_map[w])) << 16;
-    uint32_t total;  // 16 bits each: at most kCapacity
-    const uint32_t before = block_prefix(counts, shared, total);
-    int a = static_cast<int>(before & 0xffffu), e = static_cast<int>(before >> 16);
-    for (int w = first; w < last; ++w) {
-        const uint32_t above = above_map[w], equal = equal_map[w];
-        for (uint32_t left = above | equal; left != 0; left &= left - 1) {
+    for (int w = 0; w < kMost / 4; ++w) {
+        for (uint32_t left = above[w] | lowest_bits(equal[w], need - e); left != 0; left &= left - 1) {
             const int bit = __ffs(static_cast<int>(left)) - 1;
-            const bool is_above = (above >> bit & 1u) != 0;
-            if (is_above || e < need) out.put(a + min_of(e, need), w * 32 + bit);
-            a += is_above;
-            e += !is_above;
+            ids[place++] = static_cast<int32_t>(at.list[kept.first + 4 * w + bit / 8]) + bit % 8;
         }
+        e += __popc(equal[w]);
     }
-    return static_cast<int>(total & 0xffffu) + min_of(static_cast<int>(total >> 16), need);
+    return k - need + min_of(static_cast<int>(total >> 16), need);
 }
 
-template <class Source>
-__device__ void select_row(const Source& source, int k, const RowOutput& out, int32_t* count, bool mapped, uint8_t* dynamic) {
-    __shared__ Shared shared;
-    uint32_t* keys = reinterpret_cast<uint32_t*>(dynamic);
-    int* items = reinterpret_cast<int*>(keys + kCapacity);
-    uint32_t* maps = reinterpret_cast<uint32_t*>(items + kCapacity);
-    int found = -1;
-    if (mapped && k <= kCapacity) found = select_collected(source, k, out, shared, keys, items, maps);
-    if (found < 0) found = select_from_row(source, k, out, shared);
-    for (int i = found + static_cast<int>(threadIdx.x); i < k; i += kThreads) out.ids[i] = -1;
+// The k best vectors by their maxima; low: a key that at least k of them reach, or the lowest. Returns how many there are.
+template <int kNumThreads>
+__device__ __forceinline__ int put_blocks(uint32_t low, int k, int32_t* ids, const Layout& at, int& slot, Shared& shared) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const Maxima<kNumThreads> maxima{at, false};
+    uint32_t best = kLowestKey;  // takes all that are there
+    if (low != kLowestKey) best = search_up<kNumThreads>(low, kEndKey, k, 0, maxima, slot, shared);
+    else if (k < at.units * 8) best = search_down<kNumThreads>(kEndKey, k, 0, maxima, slot, shared);
+    const uint32_t equal_from = pair_of(best), above_from = pair_of(best + 1);
+    for (int i = thread; i < align_up(at.units, 4); i += kNumThreads) {
+        const uint4 raw = at.unit(min_of(i, at.units - 1));
+        const uint32_t above = i < at.units ? passing(raw, above_from) : 0, both = i < at.units ? passing(raw, equal_from) : 0;
+        reinterpret_cast<uint8_t*>(at.above)[i] = static_cast<uint8_t>(above);
+        reinterpret_cast<uint8_t*>(at.equal)[i] = static_cast<uint8_t>(both & ~above);
+    }
+    __syncthreads();
+    const int words_each = ceil_div(at.words, kNumThreads);
+    const int first = min_of(at.words, thread * words_each), last = min_of(at.words, first + words_each);
+    uint32_t num_above = 0, num_equal = 0, total;
+    for (int w = first; w < last; ++w) {
+        num_above += __popc(at.above[w]);
+        num_equal += __popc(at.equal[w]);
+    }
+    // 16 bits each: at most kMaxVectors
+    const uint32_t before = block_prefix<kNumThreads>(num_above | num_equal << 16, shared.radix.warp_total, total);
+    const int need = k - static_cast<int>(total & 0xffffu);  // of the equal ones
+    int e = static_cast<int>(before >> 16), place = static_cast<int>(before & 0xffffu) + min_of(e, need);
+    for (int w = first; w < last; ++w) {
+        const uint32_t equal = at.equal[w];
+        for (uint32_t left = at.above[w] | lowest_bits(equal, need - e); left != 0; left &= left - 1)
+            ids[place++] = w * 32 + __ffs(static_cast<int>(left)) - 1;
+        e += __popc(equal);
+    }
+    return k - need + min_of(static_cast<int>(total >> 16), need);
+}
+
+template <int kNumThreads>
+__device__ __forceinline__ void finish_row(int32_t* ids, int found, int k, int32_t* count) {
+    for (int i = found + static_cast<int>(threadIdx.x); i < k; i += kNumThreads) ids[i] = -1;
     if (threadIdx.x == 0 && count != nullptr) *count = found;
 }
 
-template <class Score>
-__global__ void __launch_bounds__(kThreads, 3) topk_kernel(TopkParams p, bool mapped) {
+__device__ __forceinline__ RowOutput picks_of(const TopkParams& p, int64_t token) {
+    return {p.ids + token * p.k, p.candidates == nullptr ? nullptr : p.candidates + token * p.num_candidates, p.block_size};
+}
+
+// The fast path. kPicks: ids and count are wanted; kBlocks: blocks are.
+template <int kNumThreads, bool kPicks, bool kBlocks>
+__global__ void __launch_bounds__(kNumThreads, 1024 / kNumThreads) select_kernel(const __grid_constant__ TopkParams p) {
     extern __shared__ __align__(16) uint8_t dynamic[];
+    __shared__ Shared shared;
     const int64_t token = blockIdx.x;
-    ColumnSource<Score> source;
-    source.row = static_cast<const Score*>(p.scores) + token * p.stride;
-    source.num_items = p.visible == nullptr ? p.num_cols : max_of(0, min_of(p.num_cols, p.visible[token]));
-    source.aligned = (reinterpret_cast<uintptr_t>(source.row) & 15) == 0;
-    const RowOutput out{p.ids + token * p.k, p.candidates == nullptr ? nullptr : p.candidates + token * p.num_candidates,
-                        p.block_size};
-    select_row(source, p.k, out, p.count == nullptr ? nullptr : p.count + token, mapped, dynamic);
+    Columns row;
+    row.row = static_cast<const uint16_t*>(p.scores) + token * p.stride;
+    row.num_items = p.visible == nullptr ? p.num_cols : max_of(0, min_of(p.num_cols, p.visible[token]));
+    row.aligned = true;
+    const int num_vectors = ceil_div(row.num_items, 8);
+    const Layout at(dynamic, num_vectors);
+    int slot = 0;
+    if (threadIdx.x < 2) shared.counts[0][threadIdx.x] = 0;
+    if (threadIdx.x == 0) shared.top = kLowestKey;
+    __syncthreads();
+    read_maxima<kNumThreads>(row, at, shared);
+    __syncthreads();
+
+    const bool pick_level = kPicks && num_vectors >= 12 * p.k, block_level = kBlocks && num_vectors >= 6 * p.num_blocks;
+    if (pick_level || block_level) {
+        build_level<kNumThreads>(at);
+        __syncthreads();
+    }
+    // a little lower than the bounds of the vectors' maxima, and quicker found
+    uint32_t pick_bound = kLowestKey, block_bound = kLowestKey;
+    if (kPicks && num_vectors > kCapacity)
+        pick_bound = search_down<kNumThreads>(shared.top + 1, p.k, p.k / 8, Maxima<kNumThreads>{at, pick_level}, slot, shared);
+    if (block_level)
+        block_bound = search_down<kNumThreads>(shared.top + 1, p.num_blocks, p.num_blocks / 8, Maxima<kNumThreads>{at, true}, slot, shared);
+
+    Kept<kNumThreads> kept;
+    int listed = 0;
+    if constexpr (kPicks) {
+        listed = list_vectors<kNumThreads>(pick_bound, at, shared);
+        if (listed > kCapacity && p.k < kCapacity) {  // neighbours are alike
+            pick_bound = search_up<kNumThreads>(pick_bound, shared.top + 1, p.k, (kCapacity - p.k) / 2, Maxima<kNumThreads>{at, false},
+                                                slot, shared);
+            listed = list_vectors<kNumThreads>(pick_bound, at, shared);
+        }
+        kept.load(row, p.candidates == nullptr ? nullptr : p.candidates + token * p.num_candidates, at,
+                  listed <= kCapacity ? listed : 0);
+    }
+    if constexpr (kBlocks) {
+        const int newest = (p.visible[token] - 1) / kColumns;
+        if (threadIdx.x == 0 && p.visible[token] > 0 && newest < num_vectors) at.maxima[newest] = 0x7f80;
+        __syncthreads();
+        int32_t* blocks = p.blocks + token * p.num_blocks;
+        finish_row<kNumThreads>(blocks, put_blocks<kNumThreads>(block_bound, p.num_blocks, blocks, at, slot, shared), p.num_blocks, nullptr);
+    }
+    if constexpr (kPicks) {
+        const RowOutput out = picks_of(p, token);
+        const int found = listed <= kCapacity ? put_picks(kept, pick_bound, num_vectors > kCapacity, p.k, out.ids, at, slot, shared)
+                                              : select_from_row<kNumThreads>(row, p.k, out, shared.radix);
+        finish_row<kNumThreads>(out.ids, found, p.k, p.count == nullptr ? nullptr : p.count + token);
+    }
 }
 
 template <class Score>
-__global__ void __launch_bounds__(kThreads, sizeof(Score) == 2 ? 2 : 1) candidate_blocks_kernel(TopkParams p, bool mapped) {
-    extern __shared__ __align__(16) uint8_t dynamic[];
+__global__ void __launch_bounds__(kWideThreads) topk_kernel(const __grid_constant__ TopkParams p) {
+    __shared__ RadixShared shared;
     const int64_t token = blockIdx.x;
-    BlockSource<Score> source;
-    source.row = static_cast<const Score*>(p.scores) + token * p.stride;
-    source.num_cols = max_of(0, min_of(p.num_cols, p.visible[token]));
-    source.block_size = p.block_size;
-    source.num_items = ceil_div(source.num_cols, p.block_size);
-    source.newest = p.visible[token] > 0 ? (p.visible[token] - 1) / p.block_size : -1;
-    source.aligned = (reinterpret_cast<uintptr_t>(source.row) & 15) == 0 && p.block_size * sizeof(Score) % 16 == 0;
-    const RowOutput out{p.ids + token * p.k, nullptr, 0};
-    select_row(source, p.k, out, nullptr, mapped, dynamic);
+    ColumnSource<Score> row;
+    row.row = static_cast<const Score*>(p.scores) + token * p.stride;
+    row.num_items = p.visible == nullptr ? p.num_cols : max_of(0, min_of(p.num_cols, p.visible[token]));
+    row.aligned = (reinterpret_cast<uintptr_t>(row.row) & 15) == 0;
+    const RowOutput out = picks_of(p, token);
+    const int found = select_from_row<kWideThreads>(row, p.k, out, shared);
+    finish_row<kWideThreads>(out.ids, found, p.k, p.count == nullptr ? nullptr : p.count + token);
 }
 
-__global__ void __launch_bounds__(kThreads, 2) candidate_eights_kernel(TopkParams p, bool mapped) {
-    extern __shared__ __align__(16) uint8_t dynamic[];
+template <class Score>
+__global__ void __launch_bounds__(kWideThreads) candidate_blocks_kernel(const __grid_constant__ TopkParams p) {
+    __shared__ RadixShared shared;
     const int64_t token = blockIdx.x;
-    EightSource source;
-    source.columns.row = static_cast<const uint16_t*>(p.scores) + token * p.stride;
-    source.columns.num_items = max_of(0, min_of(p.num_cols, p.visible[token]));
-    source.columns.aligned = true;
-    source.num_items = ceil_div(source.columns.num_items, 8);
-    source.newest = p.visible[token] > 0 ? (p.visible[token] - 1) / 8 : -1;
-    const RowOutput out{p.ids + token * p.k, nullptr, 0};
-    select_row(source, p.k, out, nullptr, mapped, dynamic);
+    BlockSource<Score> row;
+    row.row = static_cast<const Score*>(p.scores) + token * p.stride;
+    row.num_cols = max_of(0, min_of(p.num_cols, p.visible[token]));
+    row.block_size = p.block_size;
+    row.num_items = ceil_div(row.num_cols, p.block_size);
+    row.newest = p.visible[token] > 0 ? (p.visible[token] - 1) / p.block_size : -1;
+    row.aligned = (reinterpret_cast<uintptr_t>(row.row) & 15) == 0 && p.block_size * sizeof(Score) % 16 == 0;
+    const RowOutput out{p.blocks + token * p.num_blocks, nullptr, 0};
+    finish_row<kWideThreads>(out.ids, select_from_row<kWideThreads>(row, p.num_blocks, out, shared), p.num_blocks, nullptr);
+}
+
+bool fast(const TopkParams& p) {
+    return !p.is_float && p.stride % 8 == 0 && reinterpret_cast<uintptr_t>(p.scores) % 16 == 0 &&
+           ceil_div(p.num_cols, kColumns) <= kMaxVectors && (p.candidates == nullptr || p.block_size == kColumns);
+}
+
+template <bool kPicks, bool kBlocks>
+void launch_fast(const char* op, const TopkParams& p) {
+    const int num_vectors = ceil_div(p.num_cols, 8);
+    const dim3 grid(static_cast<unsigned>(p.num_tokens));
+    const size_t smem = static_cast<size_t>(Layout::bytes(num_vectors));
+    if (num_vectors < kWideFrom) launch(op, select_kernel<kThreads, kPicks, kBlocks>, {grid, dim3(kThreads), smem, p.stream}, p);
+    else launch(op, select_kernel<kWideThreads, kPicks, kBlocks>, {grid, dim3(kWideThreads), smem, p.stream}, p);
 }
 
 template <class Kernel>
-void launch_select(const char* op, Kernel kernel, const TopkParams& p, int num_items) {
-    const bool mapped = num_items <= kMaxMapped;
-    // the launcher raises the kernel's limit only for more than 48 KiB of dynamic memory; the static part counts too
-    const size_t needed = kCapacity * 8 + static_cast<size_t>(ceil_div(num_items, 32)) * 8;
-    const size_t smem = mapped ? (needed + sizeof(Shared) > 48 * 1024 ? max_of<size_t>(needed, 48 * 1024 + 16) : needed) : 0;
-    launch(op, kernel, {dim3(static_cast<unsigned>(p.num_tokens)), dim3(kThreads), smem, p.stream}, p, mapped);
+void launch_exact(const char* op, Kernel kernel, const TopkParams& p) {
+    launch(op, kernel, {dim3(static_cast<unsigned>(p.num_tokens)), dim3(kWideThreads), 0, p.stream}, p);
 }
 
 }  // namespace
 
 void launch_topk(const TopkParams& params) {
-    if (params.is_float) launch_select("indexer.topk", topk_kernel<float>, params, params.num_cols);
-    else launch_select("indexer.topk", topk_kernel<uint16_t>, params, params.num_cols);
+    constexpr const char* op = "indexer.topk";
+    if (fast(params)) launch_fast<true, false>(op, params);
+    else if (params.is_float) launch_exact(op, topk_kernel<float>, params);
+    else launch_exact(op, topk_kernel<uint16_t>, params);
 }
 
 void launch_candidate_blocks(const TopkParams& params) {
-    const int num_items = ceil_div(params.num_cols, params.block_size);
-    const bool eights = !params.is_float && params.block_size == 8 && params.stride % 8 == 0 &&
-                        reinterpret_cast<uintptr_t>(params.scores) % 16 == 0;
-    if (eights) launch_select("indexer.candidate_blocks", candidate_eights_kernel, params, num_items);
-    else if (params.is_float) launch_select("indexer.candidate_blocks", candidate_blocks_kernel<float>, params, num_items);
-    else launch_select("indexer.candidate_blocks", candidate_blocks_kernel<uint16_t>, params, num_items);
+    constexpr const char* op = "indexer.candidate_blocks";
+    if (fast(params) && params.block_size == kColumns) launch_fast<false, true>(op, params);
+    else if (params.is_float) launch_exact(op, candidate_blocks_kernel<float>, params);
+    else launch_exact(op, candidate_blocks_kernel<uint16_t>, params);
+}
+
+void launch_topk_blocks(const TopkParams& params) {
+    if (fast(params) && params.block_size == kColumns) return launch_fast<true, true>("indexer.topk_blocks", params);
+    launch_topk(params);
+    launch_candidate_blocks(params);
 }
 
 }  // namespace mdi::indexer

@@ -5,12 +5,13 @@
 //
 // count: a block counts its 2,048 slots per expert (integer atomics in shared memory: the counts do not depend on the
 // order) and writes counts[block, e].
-// scatter: block b sums counts[0 .. b-1, e] and the totals itself (the table is small and in L2), scans the totals into
-// offsets, then hands out rows: every warp owns 256 consecutive slots, starts at block base + the counts of the warps
-// before it, and ranks equal experts inside each group of 32 slots with match_any. Ranks depend on positions only, so
-// the result is the same in every run. Each block also writes -1 behind the last row in its own range of slot_of_row.
+// scatter: every warp owns 256 consecutive slots, read once into registers, and ranks equal experts inside each group of 32
+// with match_any. The block sums counts[0 .. b-1, e] and the totals itself (the table is small and in L2) and scans the
+// totals into offsets; a slot's row is the expert's offset + the counts of the blocks and warps before + its rank. Ranks
+// depend on positions only, so the result is the same in every run. Each block also writes -1 behind the last row in its
+// own range of slot_of_row.
 //
-// Shared memory: 4 bytes x experts x (warps + 1), at most 36 KiB. Limits: num_local <= 1024, M < 2^31.
+// Shared memory: 4 bytes x experts x (warps + 2), at most 40 KiB. Limits: num_local <= 1024, M < 2^31.
 #include "common/launch.h"
 #include "common/reduce.cuh"
 #include "moe/moe.h"
@@ -80,62 +81,65 @@ __device__ int exclusive_scan(int32_t* totals, int n, int32_t* warp_sums) {
     return all;
 }
 
-__global__ void __launch_bounds__(kThreads) permute_scatter_kernel(const __grid_constant__ PermuteParams params) {
+__global__ void __launch_bounds__(kThreads, 1) permute_scatter_kernel(const __grid_constant__ PermuteParams params) {
     extern __shared__ int32_t smem[];
     __shared__ int32_t warp_sums[kWarps];
     const int num_local = params.num_local;
     int32_t* totals = smem;                // [num_local], then the first row of each expert
-    int32_t* next = smem + num_local;      // [kWarps][num_local]: the next row of (warp, expert)
+    int32_t* before = totals + num_local;  // [num_local]: rows of the blocks before this one
+    int32_t* count = before + num_local;   // [kWarps][num_local]: slots of (warp, expert), then those of the warps before
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    const int64_t first = static_cast<int64_t>(blockIdx.x) * kPermuteBlockSlots;
+    const int64_t warp_first = static_cast<int64_t>(blockIdx.x) * kPermuteBlockSlots + warp * kWarpSlots;
 
-    for (int i = threadIdx.x; i < kWarps * num_local; i += kThreads) next[i] = 0;
-    __syncthreads();
-    // counts of the warps of this block
-    const int64_t warp_first = first + warp * kWarpSlots;
-    for (int i = lane; i < kWarpSlots; i += 32) {
-        const int expert = local_expert(params, warp_first + i);
-        if (expert >= 0) atomicAdd(&next[warp * num_local + expert], 1);
-    }
-    __syncthreads();
-    // rows of the blocks before this one, and totals; `next` becomes the offset inside the expert
+    constexpr int kGroups = kWarpSlots / 32;  // slot 32 i + lane of the warp
+    int expert[kGroups], rank[kGroups];       // rank: among the warp's slots of the expert
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) expert[i] = local_expert(params, warp_first + 32 * i + lane);
     for (int e = threadIdx.x; e < num_local; e += kThreads) {
-        int before = 0, total = 0;
-#pragma unroll 8
+        int first = 0, total = 0;
+#pragma unroll 16
         for (int b = 0; b < static_cast<int>(gridDim.x); ++b) {
-            const int count = params.counts[static_cast<int64_t>(b) * num_local + e];
-            total += count;
-            if (b < static_cast<int>(blockIdx.x)) before += count;
+            const int here = params.counts[static_cast<int64_t>(b) * num_local + e];
+            total += here;
+            if (b < static_cast<int>(blockIdx.x)) first += here;
         }
         totals[e] = total;
-        for (int w = 0; w < kWarps; ++w) {
-            const int count = next[w * num_local + e];
-            next[w * num_local + e] = before;
-            before += count;
-        }
+        before[e] = first;
+    }
+    int32_t* line = count + warp * num_local;  // only this warp touches it
+    for (int e = lane; e < num_local; e += 32) line[e] = 0;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+        const uint32_t peers = __match_any_sync(kFullWarp, expert[i]);
+        const uint32_t lower = peers & ((1u << lane) - 1u);
+        rank[i] = expert[i] >= 0 ? line[expert[i]] + __popc(lower) : 0;
+        __syncwarp();
+        if (expert[i] >= 0 && lower == 0) line[expert[i]] += __popc(peers);
+        __syncwarp();
     }
     __syncthreads();
-    const int num_rows = exclusive_scan(totals, num_local, warp_sums);
+    for (int e = threadIdx.x; e < num_local; e += kThreads) {
+        int running = before[e];
+        for (int w = 0; w < kWarps; ++w) {
+            const int here = count[w * num_local + e];
+            count[w * num_local + e] = running;
+            running += here;
+        }
+    }
+    const int num_rows = exclusive_scan(totals, num_local, warp_sums);  // with barriers
     if (blockIdx.x == 0) {
         for (int e = threadIdx.x; e < num_local; e += kThreads) params.offsets[e] = totals[e];
         if (threadIdx.x == 0) params.offsets[num_local] = num_rows;
     }
-    // hand out rows: only this warp touches its line of `next`
-    for (int i = 0; i < kWarpSlots; i += 32) {
-        const int64_t slot = warp_first + i + lane;
-        const int expert = local_expert(params, slot);
-        const uint32_t peers = __match_any_sync(kFullWarp, expert);
-        const uint32_t lower = peers & ((1u << lane) - 1u);
-        int row = -1;
-        if (expert >= 0) row = totals[expert] + next[warp * num_local + expert] + __popc(lower);
-        __syncwarp();
-        if (expert >= 0 && lower == 0) next[warp * num_local + expert] += __popc(peers);
-        __syncwarp();
-        if (slot < params.num_slots) {
-            params.row_of_slot[slot] = row;
-            if (row >= 0) write_row(params, row, static_cast<int32_t>(slot));
-            if (slot >= num_rows) write_row(params, slot, -1);  // here `slot` stands for a row nobody else writes
-        }
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+        const int64_t slot = warp_first + 32 * i + lane;
+        if (slot >= params.num_slots) continue;
+        const int row = expert[i] >= 0 ? totals[expert[i]] + line[expert[i]] + rank[i] : -1;
+        params.row_of_slot[slot] = row;
+        if (row >= 0) write_row(params, row, static_cast<int32_t>(slot));
+        if (slot >= num_rows) write_row(params, slot, -1);  // here `slot` stands for a row nobody else writes
     }
 }
 
@@ -145,7 +149,7 @@ void launch_permute(const PermuteParams& params) {
     const auto blocks = static_cast<unsigned>(permute_num_blocks(params.num_slots));
     const size_t line = static_cast<size_t>(params.num_local) * sizeof(int32_t);
     launch("moe.permute", permute_count_kernel, {dim3(blocks), dim3(kThreads), line, params.stream}, params);
-    launch("moe.permute", permute_scatter_kernel, {dim3(blocks), dim3(kThreads), line * (kWarps + 1), params.stream}, params);
+    launch("moe.permute", permute_scatter_kernel, {dim3(blocks), dim3(kThreads), line * (kWarps + 2), params.stream}, params);
 }
 
 }  // namespace mdi::moe

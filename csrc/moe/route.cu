@@ -6,7 +6,7 @@
 //
 // A block of 8 warps takes 32 tokens and all experts; warp w computes 32 x (kExperts / 8) logits with mma.sync
 // m16n8k16, operands come through a three-stage cp.async ring (rows of 64 columns, 16-byte chunk c of row r at
-// c ^ (r % 8)). The scores then replace the ring in shared memory and each warp selects for 4 tokens: k rounds of a
+// c ^ (r % 8)). The logits then replace the ring in shared memory and each warp selects for 4 tokens: k rounds of a
 // warp-wide maximum over order-preserving keys, then a warp-wide minimum over the ids that reach it.
 // A NaN score counts as the largest, as in a sort: the token's weights become NaN instead of hiding it.
 // SASS: HMMA
@@ -15,8 +15,8 @@
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/ptx_sm80.cuh"
-#include "common/reduce.cuh"
 #include "moe/moe.h"
+#include "moe/route.cuh"
 
 namespace mdi::moe {
 namespace {
@@ -90,53 +90,6 @@ __device__ __forceinline__ void multiply_stage(uint32_t stage, float (&sums)[2][
             for (int j = 0; j < 4; ++j) sums[i][n][j] += part[i][n][j];
 }
 
-__device__ __forceinline__ float sqrt_softplus(float x) {
-    return __fsqrt_rn(x > 20.0f ? x : log1pf(expf(x)));
-}
-
-// larger float <=> larger key; NaN is the largest; 0 is below every value
-__device__ __forceinline__ uint32_t order_key(float x) {
-    const uint32_t bits = float_bits(x);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0xffffffffu;
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-// One warp, one token. scores: the token's line in shared memory.
-template <int kExperts>
-__device__ __forceinline__ void select(const RouteParams& p, const float* scores, int64_t token) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    uint32_t keys[kExperts / 32];
-#pragma unroll
-    for (int i = 0; i < kExperts / 32; ++i) {
-        const int expert = lane + 32 * i;
-        keys[i] = expert < p.num_experts ? order_key(__fadd_rn(scores[expert], p.bias[expert])) : 0;
-    }
-    float total = 0.0f, my_score = 0.0f;
-    int my_id = 0;
-    for (int j = 0; j < p.k; ++j) {
-        uint32_t best = keys[0];
-        int best_id = lane;
-#pragma unroll
-        for (int i = 1; i < kExperts / 32; ++i)
-            if (keys[i] > best) best = keys[i], best_id = lane + 32 * i;
-        const uint32_t top = __reduce_max_sync(kFullWarp, best);
-        const int id = static_cast<int>(__reduce_min_sync(kFullWarp, best == top ? static_cast<uint32_t>(best_id) : 0xffffffffu));
-#pragma unroll
-        for (int i = 0; i < kExperts / 32; ++i)
-            if (lane + 32 * i == id) keys[i] = 0;
-        const float score = scores[id];
-        total = j == 0 ? score : __fadd_rn(total, score);
-        if (lane == j) my_id = id, my_score = score;
-    }
-    const float weight = __fmul_rn(__fdiv_rn(my_score, __fadd_rn(total, 1e-20f)), p.scaling);
-    int rank = 0;
-    for (int j = 0; j < p.k; ++j) rank += __shfl_sync(kFullWarp, my_id, j) < my_id ? 1 : 0;
-    if (lane < p.k) {
-        p.ids[token * p.k + rank] = my_id;
-        p.weights[token * p.k + rank] = weight;
-    }
-}
-
 template <int kExperts>
 __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constant__ RouteParams params) {
     using T = Traits<kExperts>;
@@ -161,9 +114,9 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constan
         multiply_stage<T::kColumnTiles>(ring + step % kStages * T::kStageBytes, sums);
     }
     ptx::cp_async_wait<0>();
-    __syncthreads();  // the scores overwrite the ring
+    __syncthreads();  // the logits overwrite the ring
 
-    float* scores = reinterpret_cast<float*>(smem);  // [32][kScoreStride]
+    float* logits = reinterpret_cast<float*>(smem);  // [32][kScoreStride]
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -173,13 +126,15 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constan
             for (int half = 0; half < 2; ++half) {
                 const int token = i * 16 + half * 8 + lane / 4;
                 const int expert = (warp * T::kColumnTiles + n) * 8 + lane % 4 * 2;
-                *reinterpret_cast<float2*>(scores + token * T::kScoreStride + expert) = make_float2(
-                    sqrt_softplus(sums[i][n][2 * half]), sqrt_softplus(sums[i][n][2 * half + 1]));
+                *reinterpret_cast<float2*>(logits + token * T::kScoreStride + expert) =
+                    make_float2(sums[i][n][2 * half], sums[i][n][2 * half + 1]);
             }
+    float bias[kExperts / 32];
+    load_bias<kExperts>(params, bias);
     __syncthreads();
     for (int token = warp; token < kTokens; token += kWarps)
         if (first_token + token < params.num_tokens)
-            select<kExperts>(params, scores + token * T::kScoreStride, first_token + token);
+            select_experts<kExperts>(params, logits + token * T::kScoreStride, bias, first_token + token);
 }
 
 template <int kExperts>

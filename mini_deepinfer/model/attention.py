@@ -8,7 +8,7 @@ from mini_deepinfer.config import LayerPlan, ModelConfig, NumericProfile
 from mini_deepinfer.model.indexer import Indexer
 from mini_deepinfer.model.step import Step
 from mini_deepinfer.ops import attention, elementwise, reference
-from mini_deepinfer.ops.linear import Activation, Fp8Weight, fp8_linear, linear
+from mini_deepinfer.ops.linear import Activation, Fp8Weight, fp8_grouped_linear, fp8_linear, grouped_linear, linear
 from mini_deepinfer.stages import stage
 from mini_deepinfer.weights import Weights
 
@@ -55,20 +55,21 @@ class Attention:
         self.q_norm, self.kv_norm = tensors[f"{name}.q_norm.weight"], tensors[f"{name}.kv_norm.weight"]
         self.sink = tensors[f"{name}.attn_sink"]
 
-        def fp8(part: str) -> Fp8Weight:
-            return Fp8Weight(tensors[f"{name}.{part}.weight"], tensors[f"{name}.{part}.scale"], f"{name}.{part}")
+        def fp8(*parts: str) -> Fp8Weight:
+            operands = [(tensors[f"{name}.{part}.weight"], tensors[f"{name}.{part}.scale"]) for part in parts]
+            return Fp8Weight.stack(operands, f"{name}.{'|'.join(parts)}")
 
-        self.wq_a, self.wq_b, self.wkv, self.wo_b = fp8("wq_a"), fp8("wq_b"), fp8("wkv"), fp8("wo_b")
+        self.wq_a_wkv, self.wq_b, self.wo_b = fp8("wq_a", "wkv"), fp8("wq_b"), fp8("wo_b")
         self.wo_a = self._split_groups(tensors[f"{name}.wo_a.weight"], tensors[f"{name}.wo_a.scale"], f"{name}.wo_a")
         self.compressor = Compressor(config, profile, plan, weights, table) if plan.owns_kv else None
         self.indexer = Indexer(config, profile, plan, weights, table) if plan.owns_kv or plan.owns_selection else None
 
-    def _split_groups(self, codes: torch.Tensor, scale: torch.Tensor, name: str) -> list[Fp8Weight | torch.Tensor]:
-        """wo_a as one weight per group: FP8 under the production profile, else exact in the compute dtype (spec 4.7)."""
+    def _split_groups(self, codes: torch.Tensor, scale: torch.Tensor, name: str) -> list[Fp8Weight] | torch.Tensor:
+        """wo_a by groups (spec 4.7): FP8 weights under the production profile, else exact [g, O, K] in the compute dtype."""
         rank = self.config.o_lora_rank
         if self.profile.wo_a == "bf16":
             values = reference.linear.dequant_block32(codes, scale, self.profile.compute_dtype)
-            return list(values.split(rank))
+            return values.unflatten(0, (-1, rank))
         tiles = scale.split(rank // 32)
         return [Fp8Weight(part, tile, f"{name}[{g}]") for g, (part, tile) in enumerate(zip(codes.split(rank), tiles))]
 
@@ -77,13 +78,13 @@ class Attention:
         config, plan, batch, x = self.config, self.plan, step.batch, act.x
         window = step.caches.window[plan.index]
         with stage("attention.project"):
-            low_rank = fp8_linear(act, self.wq_a)
+            low_rank, kv = fp8_linear(act, self.wq_a_wkv).split((config.q_lora_rank, config.head_dim), 1)
             query = Activation.normed(low_rank, self.q_norm, config.rms_norm_eps, self.profile, folded=True)
             q = fp8_linear(query, self.wq_b).view(x.shape[0], config.num_attention_heads, config.head_dim)
             q = elementwise.rope(q, batch.positions, self.table, out=q)
-            kv = elementwise.rmsnorm(fp8_linear(act, self.wkv), self.kv_norm, config.rms_norm_eps)
-            kv = elementwise.rope(kv[:, None], batch.positions, self.table)[:, 0]
-            attention.write_window(kv, window, batch.window_rows)
+            attention.write_normed_window(
+                kv, self.kv_norm, config.rms_norm_eps, batch.positions, self.table, window, batch.window_rows
+            )
         if self.compressor is not None and self.indexer is not None:
             with stage("attention.compress"):
                 latent = self.compressor(x, step)
@@ -98,19 +99,15 @@ class Attention:
             o = attention.sparse(
                 q, window, batch.window_idx, compressed, rows, count, self.sink, config.head_dim**-0.5, out=None
             )
-            window[batch.ring_dst] = window[batch.ring_src]  # the chunk's last rows, now that its queries have read the ring
         with stage("attention.output"):
-            o = elementwise.rope(o, batch.positions, self.table, inverse=True, out=o)
-            return fp8_linear(Activation(self._group_output(o), self.profile), self.wo_b)
+            return fp8_linear(Activation(self._group_output(o, batch.positions).flatten(1), self.profile), self.wo_b)
 
-    def _group_output(self, o: torch.Tensor) -> torch.Tensor:
-        """o [T, H, D] through the grouped projection: [T, groups * rank] (spec 4.7)."""
-        groups, rank = self.config.o_groups, self.config.o_lora_rank
-        o = o.unflatten(1, (groups, -1)).flatten(2)
-        z = torch.empty(o.shape[0], groups, rank, dtype=o.dtype, device=o.device)
-        for g, weight in enumerate(self.wo_a):
-            if isinstance(weight, Fp8Weight):
-                z[:, g] = fp8_linear(Activation(o[:, g].contiguous(), self.profile, quantise=True), weight)
-            else:
-                linear(o[:, g], weight, self.profile, out=z[:, g])
-        return z.flatten(1)
+    def _group_output(self, o: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """o [T, H, D] without its rotation and through the grouped projection: [T, groups, rank] (spec 4.7)."""
+        groups = self.config.o_groups
+        if isinstance(self.wo_a, torch.Tensor):
+            o = elementwise.rope(o, positions, self.table, inverse=True, out=o)
+            return grouped_linear(o.unflatten(1, (groups, -1)).flatten(2), self.wo_a, self.profile)
+        folded = Activation.folds(o) and all(weight.folded is not None for weight in self.wo_a)
+        rows = elementwise.rope_quant(o, positions, self.table, groups, inverse=True, folded=folded)
+        return fp8_grouped_linear(*rows, self.wo_a, o.dtype, batch_invariant=self.profile.batch_invariant)

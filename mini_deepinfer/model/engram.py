@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -55,6 +56,35 @@ class RowFetch:
         return codes.view(tokens, rows * codes.shape[1]), scale.view(tokens, rows * scale.shape[1])
 
 
+class FixedRows(RowFetch):
+    """Rows of up to `size` tokens in buffers that stay where they are, for steps that replay graphs: `fill` before each use.
+
+    before_use is called when a layer asks for the rows, while the step is being captured: the graph that uses them begins there.
+    """
+
+    before_use: Callable[[], None] | None = None
+
+    def __init__(self, table: EngramTable, rows_per_token: int, size: int, device: torch.device) -> None:
+        self._table = table
+        probe = table.gather(torch.zeros(0, dtype=torch.int64))  # for the row sizes
+        self._codes, self._scale = (
+            torch.zeros(size, rows_per_token * part.shape[1], dtype=torch.uint8, device=device) for part in probe
+        )
+
+    def fill(self, row_ids: torch.Tensor) -> None:
+        """Rows of the first tokens: row_ids CPU int64 [T, rows per token]. Enqueues the copies on the current stream."""
+        for target, part in zip((self._codes, self._scale), self._table.gather(row_ids.flatten())):
+            staging = torch.empty(row_ids.shape[0], target.shape[1], dtype=torch.uint8, pin_memory=target.is_cuda)
+            staging.numpy()[...] = part.numpy().reshape(staging.shape)  # a few KB: not worth the library's threads
+            target[: len(staging)].copy_(staging, non_blocking=True)
+
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As RowFetch.wait: all rows of the buffers."""
+        if self.before_use is not None:
+            self.before_use()
+        return self._codes, self._scale
+
+
 class Engram:
     """Looks up this layer's table rows of every token and adds their gated projection to the streams."""
 
@@ -66,9 +96,10 @@ class Engram:
         self.wkv = Fp8Weight(weights.tensors[f"{name}.wkv.weight"], weights.tensors[f"{name}.wkv.scale"], f"{name}.wkv")
         self.q_weight, self.k_weight = weights.tensors[f"{name}.q_weight"], weights.tensors[f"{name}.k_weight"]
 
-    def prefetch(self, row_ids: tuple[torch.Tensor, ...], device: torch.device) -> RowFetch:
-        """Start fetching this layer's rows: row_ids of the batch, CPU int64 [T, rows] per engram layer."""
-        return RowFetch(self.table, row_ids[self.index], device)
+    def prefetch(self, row_ids: tuple[torch.Tensor | RowFetch, ...], device: torch.device) -> RowFetch:
+        """Start fetching this layer's rows: row_ids of the batch, CPU int64 [T, rows] per engram layer (or fetched already)."""
+        rows = row_ids[self.index]
+        return rows if isinstance(rows, RowFetch) else RowFetch(self.table, rows, device)
 
     def __call__(self, streams: torch.Tensor, fetch: RowFetch) -> torch.Tensor:
         """streams [T, n, N] to new streams."""

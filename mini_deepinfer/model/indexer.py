@@ -50,10 +50,9 @@ class Indexer:
             return Selection(ids, step.cache_rows(ids, plan.ratio), visible)
         with stage("indexer.logits"):
             q = fp8_linear(query, self.wq_b).view(x.shape[0], config.index_n_heads, config.index_head_dim)
-            q = elementwise.rope(q, batch.positions, self.table, out=q)
-            codes, scale = indexer.quant_query(q)
+            codes, scale = indexer.rope_quant_query(q, batch.positions, self.table)
             factor = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
-            weights = (linear(x, self.weights_proj, self.profile).to(torch.float32) * factor).to(x.dtype)
+            weights = linear(x, self.weights_proj, self.profile) * factor  # in float32, rounded once
         ids = torch.empty(x.shape[0], config.index_topk, dtype=torch.int32, device=x.device)
         count = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
         blocks = None
@@ -84,15 +83,15 @@ class Indexer:
                 scores = indexer.candidate_logits(
                     codes[part], scale[part], weights[part], *where, candidates[part], config.candidate_block_size
                 )
+        k, block_size = config.index_topk, config.candidate_block_size
         with stage("indexer.topk"):
-            if candidates is None:
-                step.record("index_scores", self.plan.index, scores)
-                ids[part], count[part] = indexer.topk(scores, visible[part], config.index_topk)
-            else:
-                ids[part], count[part] = indexer.topk(
-                    scores, None, config.index_topk, candidates=candidates[part], block_size=config.candidate_block_size
-                )
-            if blocks is not None:
-                blocks[part] = indexer.candidate_blocks(
-                    scores, visible[part], config.candidate_block_size, config.candidate_topk_blocks
+            if candidates is not None:
+                ids[part], count[part] = indexer.topk(scores, None, k, candidates=candidates[part], block_size=block_size)
+                return
+            step.record("index_scores", self.plan.index, scores)
+            if blocks is None:
+                ids[part], count[part] = indexer.topk(scores, visible[part], k)
+            else:  # the candidate source
+                ids[part], count[part], blocks[part] = indexer.topk_blocks(
+                    scores, visible[part], k, block_size, config.candidate_topk_blocks
                 )

@@ -49,27 +49,27 @@ class MoE:
 
     def __call__(self, act: Activation, step: Step) -> torch.Tensor:
         """The normed input [T, N] to [T, N]."""
-        x = act.x
+        x, counts = act.x, step.counts
+        codes, scale = act.groups()
+        rows_sent = self.parallel.start_all_gather([codes] if scale is None else [codes, scale], counts)  # beside the router
         with stage("moe.route"):
             ids, weights = self.gate(x)
         step.record("router_ids", self.index, ids)
         step.record("router_weights", self.index, weights)
-        with stage("moe.shared"):
-            shared = self._shared(act)
-        codes, scale = act.groups()
+        routes_sent = self.parallel.start_gather_routes(ids, weights, counts)
         with stage("moe.dispatch"):
-            if self.parallel.world > 1:
-                codes = self.parallel.all_gather(codes, step.counts)
-                scale = None if scale is None else self.parallel.all_gather(scale, step.counts)
-                ids = self.parallel.all_gather_expert_ids(ids, step.counts)
-                weights = self.parallel.all_gather(weights, step.counts)
+            codes, *scales = rows_sent.wait()
+            ids, weights = routes_sent.wait()
+            if step.batch.padding is not None:  # no expert for rows without a token; all ranks have this one's number of rows
+                ids.unflatten(0, (-1, x.shape[0])).masked_fill_(step.batch.padding, -1)
             rows = moe.dispatch(ids, weights, self.experts.start, len(self.experts))
         with stage("moe.experts"):
-            y = self._experts(codes, scale, rows)
-        with stage("moe.combine"):
-            if self.parallel.world == 1:
+            y = self._experts(codes, scales[0] if scales else None, rows)
+        if self.parallel.world == 1:
+            shared = self._shared(act)
+            with stage("moe.combine"):
                 return moe.combine(y, rows[0], shared, x.dtype)
-            return self._combine_ranks(y, rows[0], rows[1], shared, step, x.dtype)
+        return self._combine_ranks(y, rows[0], rows[1], act, step)
 
     def _experts(self, codes: torch.Tensor, scale: torch.Tensor | None, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The routed rows (moe.dispatch) through their experts: [T*k, N], rows at or past offsets[-1] unspecified."""
@@ -79,27 +79,39 @@ class MoE:
         return moe.experts(codes, scale, *weights, offsets, token_of_row, row_weight, limit, out_dtype=dtype)
 
     def _shared(self, act: Activation) -> torch.Tensor:
-        gate_up = fp8_linear(act, self.shared_w13)
-        h = moe.swiglu_quant(gate_up, None, self.config.swiglu_limit, None, quantise=False)
-        if isinstance(h, tuple):
-            raise TypeError("moe.swiglu_quant: wanted the unquantised rows")
-        return fp8_linear(Activation(h, self.profile), self.shared_w2)
+        with stage("moe.shared"):
+            gate_up = fp8_linear(act, self.shared_w13)
+            limit = self.config.swiglu_limit
+            if act.quantise and Activation.folds(gate_up):
+                h, codes, row_scale = moe.swiglu_quant_folded(gate_up, limit)
+                hidden = Activation.quantised(h, codes, row_scale, self.profile, folded=True)
+            else:
+                hidden = Activation(moe.swiglu(gate_up, None, limit), self.profile)
+            return fp8_linear(hidden, self.shared_w2)
 
-    def _combine_ranks(self, y, row_of_slot, slot_of_row, shared, step, dtype) -> torch.Tensor:
-        """Bring every token's expert outputs home.
+    def _combine_ranks(
+        self, y: torch.Tensor, row_of_slot: torch.Tensor, slot_of_row: torch.Tensor, act: Activation, step: Step
+    ) -> torch.Tensor:
+        """Bring every token's expert outputs home, beside the shared expert.
 
         On the CPU each routed slot travels by itself: exactly one rank adds a value to it, so the sum over ranks is exact and the
-        result has the bits of a single process. On GPUs each rank sends the sum of its own slots in the compute dtype, and the sum
-        over ranks depends on the partition (model spec 6.2).
+        result has the bits of a single process. On GPUs each rank sends the sum of its own slots in the compute dtype; these are
+        summed in rank order, so the result is repeatable but depends on the partition (model spec 6.2).
         """
-        (tokens, k), counts = row_of_slot.shape, step.counts
+        (tokens, k), counts, dtype = row_of_slot.shape, step.counts, act.x.dtype
         if y.device.type != "cpu":
-            partial = moe.combine(y, row_of_slot, None, dtype)
-            routed = self.parallel.reduce_scatter(partial, counts)
-            return moe.combine(routed, step.own_rows(routed.device), shared, dtype)
-        slots = torch.zeros(tokens * k, y.shape[1], dtype=y.dtype)
-        local = (slot_of_row >= 0).nonzero().squeeze(1)
-        slots[slot_of_row[local].long()] = y[local]
-        own = self.parallel.reduce_scatter(slots.view(tokens, k, y.shape[1]), counts)
-        order = torch.arange(own.shape[0] * k, dtype=torch.int32).view(-1, k)
-        return moe.combine(own.flatten(0, 1), order, shared, dtype)
+            with stage("moe.combine"):
+                partial = moe.combine(y, row_of_slot, None, dtype)
+            sums_sent = self.parallel.start_scatter(partial, counts)
+            shared = self._shared(act)
+            with stage("moe.combine"):
+                parts = sums_sent.wait()
+                return moe.combine(parts.flatten(0, 1), step.part_rows(parts.shape[0], parts.device), shared, dtype)
+        shared = self._shared(act)
+        with stage("moe.combine"):
+            slots = torch.zeros(tokens * k, y.shape[1], dtype=y.dtype)
+            local = (slot_of_row >= 0).nonzero().squeeze(1)
+            slots[slot_of_row[local].long()] = y[local]
+            own = self.parallel.reduce_scatter(slots.view(tokens, k, y.shape[1]), counts)
+            order = torch.arange(own.shape[0] * k, dtype=torch.int32).view(-1, k)
+            return moe.combine(own.flatten(0, 1), order, shared, dtype)

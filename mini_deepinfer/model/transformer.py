@@ -191,6 +191,7 @@ class Model:
             residual = Residual(streams, pre)
         for block in self.blocks:
             block(residual, step)
+        self.caches.carry_windows(batch.ring_src, batch.ring_dst)  # all queries have read the rings of the step before
         with stage("head"):
             last = residual.select(batch.output_rows)
             x = elementwise.hc_collapse(last.streams(), last.pre)

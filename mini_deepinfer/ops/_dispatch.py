@@ -41,6 +41,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "elementwise.act_quant_folded": ("portable",),
     "elementwise.fold_scales": ("portable",),
     "elementwise.rope": ("portable",),
+    "elementwise.rope_quant": ("portable",),
     "elementwise.hc_mix": ("portable",),
     "elementwise.hc_collapse": ("portable",),
     "elementwise.hc_collapse_norm": ("portable",),
@@ -52,6 +53,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     #
     # -- attention
     "attention.write_window": ("portable",),
+    "attention.write_normed_window": ("portable",),
     "attention.compress": ("portable",),
     "attention.write_compressed": ("portable",),
     "attention.sparse": ("sm90", "portable"),
@@ -59,14 +61,16 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     # -- indexer
     "indexer.write_keys": ("portable",),
     "indexer.quant_query": ("portable",),
+    "indexer.rope_quant_query": ("portable",),
     "indexer.logits": ("sm90", "portable"),
     "indexer.candidate_blocks": ("portable",),
     "indexer.candidate_logits": ("sm90", "portable"),
     "indexer.topk": ("portable",),
+    "indexer.topk_blocks": ("portable",),
     "indexer.cache_rows": ("portable",),
     #
     # -- moe
-    "moe.route": ("portable",),
+    "moe.route": ("sm90", "portable"),
     "moe.permute": ("portable",),
     "moe.grouped_gemm": ("sm90", "portable"),
     "moe.swiglu_quant": ("portable",),

@@ -65,6 +65,38 @@ def write_window(kv: Tensor, rows: Tensor, slots: Tensor, *, impl: str | None = 
         call(op, chosen, kv, rows, slots)
 
 
+def write_normed_window(
+    x: Tensor, weight: Tensor, eps: float, positions: Tensor, table: Tensor, rows: Tensor, slots: Tensor, *, impl: str | None = None
+) -> None:
+    """RMSNorm, rotary embedding of the last R columns, then `write_window`: one pass with the bits of the three ops.
+
+    Shapes: T tokens, S pool rows, D head dim, D % 32 == 0, R rotary dims, P positions; on CUDA D <= 512 and R % 8 == 0.
+        x          [T, D]         bfloat16 or float32, the projection; last dim contiguous, row stride a multiple of 8
+        weight     [D]            bfloat16 or float32, of the norm
+        eps        float          added to the mean square
+        positions  [T]            int32, 0 <= positions[t] < P (not checked on CUDA: that would wait for the GPU)
+        table      [P, R/2, 2]    float32, (cos, sin)
+        rows       [S, D + D/32]  uint8, contiguous; written in place
+        slots      [T]            int32, destination row; negative = skip
+    Returns, raises, determinism: as write_window.
+    Kernel: csrc/attention/write_rows.cu. Reference: ops.reference.attention.write_normed_window.
+    """
+    op = "attention.write_normed_window"
+    chosen = _write_rows(op, "x", x, rows, slots, 33, impl)
+    tokens, dim = x.shape
+    _check(op, "weight", weight, _COMPUTE_DTYPES, {"D": dim}, x)
+    _check(op, "positions", positions, (torch.int32,), {"T": tokens}, x)
+    _check(op, "table", table, (torch.float32,), {"P": None, "R/2": None, "2": 2}, x)
+    if 2 * table.shape[1] > dim:
+        raise ValueError(f"{op}: table must have R of at most D={dim}, got R={2 * table.shape[1]}")
+    if not eps >= 0:
+        raise ValueError(f"{op}: eps must be >= 0, got {eps}")
+    if chosen == "reference":
+        reference.write_normed_window(x, weight, eps, positions, table, rows, slots)
+    elif chosen is not None:
+        call(op, chosen, x, weight, eps, positions, table, rows, slots)
+
+
 def write_compressed(latent: Tensor, rows: Tensor, slots: Tensor, *, impl: str | None = None) -> None:
     """Quantise compressed latents to FP4 rows and store them by slot (model spec 4.4).
 

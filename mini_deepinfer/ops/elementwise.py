@@ -161,11 +161,11 @@ def _check_out(op: str, out: Tensor | None, like: Tensor) -> Tensor:
     return out
 
 
-def _new_codes(x: Tensor, tokens: int, width: int, folded: bool) -> tuple[Tensor, Tensor]:
-    codes = torch.empty((tokens, width), dtype=torch.float8_e4m3fn, device=x.device)
+def _new_codes(x: Tensor, tokens: int, width: int, folded: bool, groups: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    codes = torch.empty((tokens, *groups, width), dtype=torch.float8_e4m3fn, device=x.device)
     if folded:
-        return codes, torch.empty(tokens, dtype=torch.float32, device=x.device)
-    return codes, torch.empty((tokens, width // 32), dtype=torch.uint8, device=x.device)
+        return codes, torch.empty((tokens, *groups), dtype=torch.float32, device=x.device)
+    return codes, torch.empty((tokens, *groups, width // 32), dtype=torch.uint8, device=x.device)
 
 
 def _reference_quant(x: Tensor, folded: bool) -> tuple[Tensor, Tensor]:
@@ -303,6 +303,14 @@ def fold_scales(codes: Tensor, scale: Tensor, *, impl: str | None = None) -> tup
 # -- rotary embedding --------------------------------------------------------------------------------------------------
 
 
+def _check_rope(op: str, x: Tensor, positions: Tensor, table: Tensor) -> None:
+    _check(op, "x", x, _COMPUTE, {"T": None, "h": None, "d": None})
+    _check(op, "positions", positions, (torch.int32,), {"T": x.shape[0]}, x)
+    _check(op, "table", table, _F32, {"P": None, "R/2": None, "2": 2}, x)
+    if x.shape[2] % 2 or 2 * table.shape[1] > x.shape[2]:
+        raise ValueError(f"{op}: x must have an even head dim d of at least R={2 * table.shape[1]}, got d={x.shape[2]}")
+
+
 def rope(
     x: Tensor,
     positions: Tensor,
@@ -328,11 +336,7 @@ def rope(
     Kernel: csrc/elementwise/rope.cu. Reference: ops.reference.elementwise.rope.
     """
     op = "elementwise.rope"
-    _check(op, "x", x, _COMPUTE, {"T": None, "h": None, "d": None})
-    _check(op, "positions", positions, (torch.int32,), {"T": x.shape[0]}, x)
-    _check(op, "table", table, _F32, {"P": None, "R/2": None, "2": 2}, x)
-    if x.shape[2] % 2 or 2 * table.shape[1] > x.shape[2]:
-        raise ValueError(f"{op}: x must have an even head dim d of at least R={2 * table.shape[1]}, got d={x.shape[2]}")
+    _check_rope(op, x, positions, table)
     out = _check_out(op, out, x)
     impl = select(op, x, impl=impl)
     if impl == "reference":
@@ -340,6 +344,46 @@ def rope(
     if x.numel():
         call(op, impl, x, positions, table, inverse, out)
     return out
+
+
+def rope_quant(
+    x: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    groups: int,
+    inverse: bool = False,
+    *,
+    folded: bool,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`rope`, then `act_quant` (or `act_quant_folded`) of every group of heads as a row of its own; x is read once, not changed.
+
+    Shapes: T tokens, h heads, d head dim, R rotary dims, P positions, g groups, K = h*d/g; on CUDA d, R % 8 == 0, K <= 16384.
+        x          [T, h, d]     bfloat16 (float32 in the reference), contiguous on CUDA; h % g == 0, K % 32 == 0
+        positions  [T]           int32, as in rope
+        table      [P, R/2, 2]   float32, (cos, sin)
+        groups                   g
+        inverse                  rotate by minus the angle
+    Returns:
+        codes  [T, g, K]     float8_e4m3fn
+        scale  [T, g, K/32]  uint8 E8M0 bytes, or with folded=True [T, g] float32 row scales
+    Raises, determinism: as rmsnorm.
+    Kernel: csrc/elementwise/rmsnorm_quant.cu. Reference: ops.reference.elementwise.rope_quant.
+    """
+    op = "elementwise.rope_quant"
+    _check_rope(op, x, positions, table)
+    tokens, heads, dim = x.shape
+    if groups < 1 or heads % groups:
+        raise ValueError(f"{op}: groups must divide the h={heads} heads of x, got {groups}")
+    width = heads // groups * dim
+    _check_groups(op, "a group of heads of x", width)
+    impl = select(op, x, impl=impl)
+    if impl == "reference":
+        return reference.rope_quant(x, positions, table, groups, inverse, folded=folded)
+    codes, scale = _new_codes(x, tokens, width, folded, (groups,))
+    if tokens:
+        call(op, impl, x, positions, table, inverse, codes, scale)
+    return codes, scale
 
 
 # -- hyper-connections -------------------------------------------------------------------------------------------------
@@ -723,6 +767,12 @@ register_self_test(
     "elementwise.rope",
     _self_test_inputs,
     lambda i, impl: rope(i["heads"], i["positions"], i["table"], impl=impl),
+    0.0,
+)
+register_self_test(
+    "elementwise.rope_quant",
+    _self_test_inputs,
+    lambda i, impl: rope_quant(i["heads"], i["positions"], i["table"], 3, folded=True, impl=impl),
     0.0,
 )
 register_self_test(

@@ -104,18 +104,53 @@ def quant_query(q: Tensor, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
     Kernel: csrc/indexer/quantise.cu. Reference: ops.reference.indexer.quant_query.
     """
     op = "indexer.quant_query"
-    _check(op, "q", q, (("T", -1), ("Hi", -1), ("Di", -1)), FLOATS, q.device)
-    tokens, heads, head_dim = q.shape
-    _check_head_dim(op, "q", head_dim)
-    impl = select(op, q, impl=impl)
+    impl = _select_query(op, q, impl)
     if impl == "reference":
         return reference.quant_query(q)
-    _check_kernel(op, impl, 1, head_dim)
-    codes = torch.empty((tokens, heads, head_dim // 2), dtype=torch.uint8, device=q.device)
-    scale = torch.empty((tokens, heads, head_dim // 32), dtype=torch.uint8, device=q.device)
+    codes, scale = _new_query(q)
     if codes.numel():
         call(op, impl, q, codes, scale)
     return codes, scale
+
+
+def rope_quant_query(q: Tensor, positions: Tensor, table: Tensor, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of the last R columns (`elementwise.rope`), then `quant_query`: one pass with the bits of the two ops.
+
+    Shapes: T tokens, Hi heads, Di % 32 == 0, R rotary dims, P positions; on CUDA R % 8 == 0.
+        q          [T, Hi, Di]   cd, the projection; not changed
+        positions  [T]           int32, 0 <= positions[t] < P (not checked on CUDA: that would wait for the GPU)
+        table      [P, R/2, 2]   float32, (cos, sin)
+    Returns, raises, determinism: as quant_query.
+    Kernel: csrc/indexer/quantise.cu. Reference: ops.reference.indexer.rope_quant_query.
+    """
+    op = "indexer.rope_quant_query"
+    impl = _select_query(op, q, impl)
+    _check(op, "positions", positions, (("T", q.shape[0]),), (torch.int32,), q.device)
+    _check(op, "table", table, (("P", -1), ("R/2", -1), ("2", 2)), (torch.float32,), q.device)
+    if 2 * table.shape[1] > q.shape[2]:
+        raise ValueError(f"{op}: table must have R of at most Di={q.shape[2]}, got R={2 * table.shape[1]}")
+    if impl == "reference":
+        return reference.rope_quant_query(q, positions, table)
+    codes, scale = _new_query(q)
+    if codes.numel():
+        call(op, impl, q, positions, table, codes, scale)
+    return codes, scale
+
+
+def _select_query(op: str, q: Tensor, impl: str | None) -> str:
+    """The implementation that quantises q, after the checks of q."""
+    _check(op, "q", q, (("T", -1), ("Hi", -1), ("Di", -1)), FLOATS, q.device)
+    _check_head_dim(op, "q", q.shape[2])
+    impl = select(op, q, impl=impl)
+    if impl != "reference":
+        _check_kernel(op, impl, 1, q.shape[2])
+    return impl
+
+
+def _new_query(q: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, heads, head_dim = q.shape
+    codes = torch.empty((tokens, heads, head_dim // 2), dtype=torch.uint8, device=q.device)
+    return codes, torch.empty((tokens, heads, head_dim // 32), dtype=torch.uint8, device=q.device)
 
 
 def _check_score(
@@ -243,7 +278,7 @@ def candidate_blocks(
         TypeError, ValueError  wrong dtype; wrong shape, device or range
         RuntimeError           GPU or build cannot run it
     Deterministic. Synchronises: no. Workspace: none. NaN counts as -inf.
-    Kernel: csrc/indexer/topk.cu. Reference: ops.reference.indexer.candidate_blocks.
+    Kernel: csrc/indexer/topk.cu, select_row.cuh. Reference: ops.reference.indexer.candidate_blocks.
     """
     op = "indexer.candidate_blocks"
     _check(op, "logits", logits, (("T", -1), ("n", -1)), FLOATS, logits.device)
@@ -338,7 +373,7 @@ def topk(
         TypeError, ValueError  wrong dtype; wrong shape, device or range
         RuntimeError           GPU or build cannot run it
     Deterministic. Synchronises: no. Workspace: none. NaN counts as -inf; -inf is never taken; -0 equals +0.
-    Kernel: csrc/indexer/topk.cu. Reference: ops.reference.indexer.topk.
+    Kernel: csrc/indexer/topk.cu, select_row.cuh. Reference: ops.reference.indexer.topk.
     """
     op = "indexer.topk"
     _check(op, "logits", logits, (("T", -1), ("n", -1)), FLOATS, logits.device)
@@ -364,6 +399,40 @@ def topk(
     count = torch.empty(tokens, dtype=torch.int32, device=logits.device)
     call(op, impl, logits, visible, candidates, block_size, ids, count)
     return ids, count
+
+
+def topk_blocks(
+    logits: Tensor, visible: Tensor, k: int, block_size: int, num_blocks: int, *, impl: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """topk without candidates and candidate_blocks of the same scores, which are read once (model spec 5.4, 5.5).
+
+    Shapes: T tokens, n columns, K = k picks.
+        logits   [T, n]  cd or float32, last dimension contiguous
+        visible  [T]     int32, columns at or past visible[t] do not count
+    Returns:
+        ids     [T, K]           int32, as topk
+        count   [T]              int32
+        blocks  [T, num_blocks]  int32, as candidate_blocks
+    Raises, NaN, ties: as the two ops. Deterministic. Synchronises: no. Workspace: none.
+    Kernel: csrc/indexer/topk.cu (one reading: bfloat16 rows on 16 bytes, blocks of 8). Reference: ops.reference.indexer.topk_blocks.
+    """
+    op = "indexer.topk_blocks"
+    _check(op, "logits", logits, (("T", -1), ("n", -1)), FLOATS, logits.device)
+    tokens, columns = logits.shape
+    _check(op, "visible", visible, (("T", tokens),), (torch.int32,), logits.device)
+    for name, value in (("k", k), ("block_size", block_size), ("num_blocks", num_blocks)):
+        _check_positive(op, name, value)
+    impl = select(op, logits, impl=impl, compute_dtype=torch.bfloat16)
+    if tokens == 0 or columns == 0:
+        ids, count = topk(logits, visible, k, impl=impl)
+        return ids, count, candidate_blocks(logits, visible, block_size, num_blocks, impl=impl)
+    if impl == "reference":
+        return reference.topk_blocks(logits, visible, k, block_size, num_blocks)
+    ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
+    count = torch.empty(tokens, dtype=torch.int32, device=logits.device)
+    blocks = torch.empty((tokens, num_blocks), dtype=torch.int32, device=logits.device)
+    call(op, impl, logits, visible, block_size, ids, count, blocks)
+    return ids, count, blocks
 
 
 def cache_rows(

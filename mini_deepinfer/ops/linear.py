@@ -142,25 +142,54 @@ def fp8_linear(act: Activation, weight: Fp8Weight) -> torch.Tensor:
         raise ValueError(f"{weight.name}: input must be [T, K={weight.shape[1]}], got {list(x.shape)}")
     if x.shape[0] == 0:
         return x.new_empty(0, weight.shape[0])
-    if x.device.type == "cpu" or x.dtype == torch.float32:
-        return reference.linear.matmul(act.values(), weight.values()).to(x.dtype)
-    if act.quantise and weight.folded is not None:
-        codes, row_scale = act.folded()
-        weight_codes, weight_scale = weight.folded
+    if act.quantise and weight.folded is not None and Activation.folds(x):
+        return _scaled_product(*act.folded(), weight.folded, x.dtype, act.batch_invariant)
+    return _exact_product(act.values(), weight, x.dtype, act.batch_invariant)
 
-        def product(codes: torch.Tensor, row_scale: torch.Tensor) -> torch.Tensor:
-            return torch._scaled_mm(
-                codes,
-                weight_codes.t(),
-                scale_a=row_scale[:, None],
-                scale_b=weight_scale[None, :],
-                out_dtype=x.dtype,
-                use_fast_accum=False,
-            )
 
-        return _by_rows(product, act.batch_invariant, codes, row_scale)
-    weight_t = weight.values(x.dtype).t()
-    return _by_rows(lambda rows: rows @ weight_t, act.batch_invariant, act.values().to(x.dtype))
+def fp8_grouped_linear(
+    codes: torch.Tensor, scale: torch.Tensor, weights: list[Fp8Weight], dtype: torch.dtype, *, batch_invariant: bool
+) -> torch.Tensor:
+    """Quantised rows of g groups times a weight [O, K] each: [T, g, O], rounded as `fp8_linear` does (model spec 4.7).
+
+    codes [T, g, K] float8_e4m3fn; scale [T, g] float32 with weights that are folded, else [T, g, K/32] E8M0 bytes.
+    """
+    out = torch.empty(codes.shape[0], len(weights), weights[0].shape[0], dtype=dtype, device=codes.device)
+    if codes.shape[0] == 0:
+        return out
+    for g, weight in enumerate(weights):
+        if scale.dtype == torch.float32 and weight.folded is not None:
+            out[:, g] = _scaled_product(codes[:, g], scale[:, g], weight.folded, dtype, batch_invariant)
+        else:
+            out[:, g] = _exact_product(number_formats.dequant_fp8_ue8m0(codes[:, g], scale[:, g]), weight, dtype, batch_invariant)
+    return out
+
+
+def _scaled_product(
+    codes: torch.Tensor, row_scale: torch.Tensor, folded: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype, batch_invariant: bool
+) -> torch.Tensor:
+    """Row-scaled FP8 operands [T, K] and [O, K] on a GPU: [T, O]."""
+    weight_codes, weight_scale = folded
+
+    def product(codes: torch.Tensor, row_scale: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm(
+            codes,
+            weight_codes.t(),
+            scale_a=row_scale[:, None],
+            scale_b=weight_scale[None, :],
+            out_dtype=dtype,
+            use_fast_accum=False,
+        )
+
+    return _by_rows(product, batch_invariant, codes, row_scale)
+
+
+def _exact_product(values: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype, batch_invariant: bool) -> torch.Tensor:
+    """Exact float32 values [T, K] times an FP8 weight: [T, O]."""
+    if values.device.type == "cpu" or dtype == torch.float32:
+        return reference.linear.matmul(values, weight.values()).to(dtype)
+    weight_t = weight.values(dtype).t()
+    return _by_rows(lambda rows: rows @ weight_t, batch_invariant, values.to(dtype))
 
 
 def _by_rows(product: Callable[..., torch.Tensor], batch_invariant: bool, *operands: torch.Tensor) -> torch.Tensor:
@@ -178,21 +207,24 @@ def _by_rows(product: Callable[..., torch.Tensor], batch_invariant: bool, *opera
     return torch.cat(parts)[:num_rows]
 
 
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, profile: NumericProfile) -> torch.Tensor:
+    """x [T, g, K] times a weight [g, O, K] group by group: [T, g, O], rounded as `linear` does (model spec 4.7)."""
+    out = torch.empty(*x.shape[:2], weight.shape[1], dtype=x.dtype, device=x.device)
+    if x.device.type == "cuda" and x.dtype == weight.dtype and x.shape[0] and not profile.batch_invariant:
+        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+    else:
+        for g in range(x.shape[1]):
+            out[:, g] = linear(x[:, g], weight[g], profile)
+    return out
+
+
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    profile: NumericProfile,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, profile: NumericProfile, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """x [T, K] times a bfloat16 or float32 weight [O, K], float32 accumulation, one rounding to out_dtype (default: that of x).
 
-    float32 output from bfloat16 operands is exact up to the order of the sums. out [T, O] of x's dtype, rows may be strided.
+    float32 output from bfloat16 operands is exact up to the order of the sums.
     """
-    if out is not None:
-        if x.device.type == "cuda" and x.dtype == weight.dtype and x.shape[0] and not profile.batch_invariant:
-            return torch.mm(x, weight.t(), out=out)
-        return out.copy_(linear(x, weight, profile))
     out_dtype = x.dtype if out_dtype is None else out_dtype
     if x.device.type == "cpu" or x.dtype == torch.float32:
         return reference.linear.matmul(x, weight).to(out_dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mini_deepinfer.ops import attention
+from mini_deepinfer.ops import attention, elementwise
 from mini_deepinfer.ops.reference import attention as reference
 
 D = 64
@@ -34,7 +34,7 @@ def no_reference(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
         def reached(*args: Any, **kwargs: Any) -> None:
             raise AssertionError("wrong input reached the implementation")
 
-        for name in ("sparse", "write_window", "write_compressed", "compress"):
+        for name in ("sparse", "write_window", "write_normed_window", "write_compressed", "compress"):
             monkeypatch.setattr(reference, name, reached)
         monkeypatch.setattr(attention, "call", reached)
 
@@ -102,6 +102,48 @@ def test_write_rows_refuse(name: str, width: int) -> None:
     ):
         with pytest.raises(error, match=rf"attention.write_{name}: .*" + message):
             write(*args)
+
+
+def normed_window_inputs() -> dict[str, Any]:
+    return {
+        "x": torch.randn(5, D),
+        "weight": torch.ones(D),
+        "eps": 1e-6,
+        "positions": torch.zeros(5, dtype=torch.int32),
+        "table": torch.ones(9, 8, 2),
+        "rows": torch.zeros(7, 66, dtype=torch.uint8),
+        "slots": torch.arange(5, dtype=torch.int32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.zeros(5, D).half()}, TypeError, r"x must be bfloat16 or float32"),
+        ({"weight": torch.ones(D + 1)}, ValueError, r"weight must be \[D=64\], got \[65\]"),
+        ({"eps": -1.0}, ValueError, r"eps must be >= 0, got -1.0"),
+        ({"positions": torch.zeros(5)}, TypeError, r"positions must be int32"),
+        ({"positions": torch.zeros(4, dtype=torch.int32)}, ValueError, r"positions must be \[T=5\], got \[4\]"),
+        ({"table": torch.ones(9, 8, 3)}, ValueError, r"table must be \[P, R/2, 2=2\], got \[9, 8, 3\]"),
+        ({"table": torch.ones(9, 40, 2)}, ValueError, r"table must have R of at most D=64, got R=80"),
+        ({"rows": torch.zeros(7, 64, dtype=torch.uint8)}, ValueError, r"rows must be \[S, row bytes=66\], got \[7, 64\]"),
+        ({"slots": torch.arange(5)}, TypeError, r"slots must be int32"),
+    ],
+)
+def test_write_normed_window_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match="attention.write_normed_window: .*" + message):
+        attention.write_normed_window(**{**normed_window_inputs(), **change})
+
+
+def test_write_normed_window_is_the_three_ops() -> None:
+    inputs = normed_window_inputs()
+    wanted = torch.zeros_like(inputs["rows"])
+    y = elementwise.rope(
+        elementwise.rmsnorm(inputs["x"], inputs["weight"], 1e-6)[:, None], inputs["positions"], inputs["table"]
+    )[:, 0]
+    attention.write_window(y, wanted, inputs["slots"])
+    attention.write_normed_window(**inputs)
+    assert torch.equal(inputs["rows"], wanted) and bool(wanted[:5].any(-1).all())
 
 
 def test_write_rows_on_the_cpu() -> None:

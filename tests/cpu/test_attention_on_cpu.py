@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from mini_deepinfer.ops.reference import attention as reference
-from tests.gpu.test_attention import DIM, GARBAGE, SCALE, assert_close, awkward_values
+from mini_deepinfer.ops.reference.elementwise import rope
+from tests.cpu.test_elementwise_on_cpu import SOURCES as ELEMENTWISE_SOURCES
+from tests.gpu.test_attention import DIM, GARBAGE, SCALE, assert_close, awkward_values, normed_inputs
 from tests.host.build import library, pointer
 
 
@@ -52,6 +54,28 @@ def test_write_rows(kind: str, dim: int) -> None:
     reference.scatter_rows(wanted, slots, packed)
     write = library("attention_write_rows", ["csrc/attention/write_rows.cu"]).write_rows
     write(int(kind == "window"), 50, dim, pointer(x), pointer(rows), pointer(slots))
+    assert torch.equal(rows, wanted)
+
+
+@pytest.mark.parametrize(("dim", "rope_dim"), [(512, 64), (288, 32), (32, 8)])
+def test_write_normed_window(dim: int, rope_dim: int) -> None:
+    """Against the kernels of the three ops: rmsnorm's sum is taken in the kernel's order."""
+    x, weight, positions, table, slots = normed_inputs(50, dim, rope_dim)
+    wide = torch.zeros(50, dim + 64, dtype=torch.bfloat16)
+    wide[:, 32:-32] = x
+    y = torch.empty_like(x)
+    norm = library("elementwise", ELEMENTWISE_SOURCES)
+    null = ctypes.c_void_p(0)
+    norm.run_row(
+        ctypes.c_int64(50), dim, pointer(x), ctypes.c_int64(dim), null, null, 0, pointer(weight), 0, ctypes.c_float(1e-6), pointer(y),
+        null, null, null,
+    )  # fmt: skip
+    wanted, rows = (torch.full((100, dim + dim // 32), 0xA5, dtype=torch.uint8) for _ in range(2))
+    reference.write_window(rope(y[:, None], positions, table)[:, 0], wanted, slots)
+    library("attention_write_rows", ["csrc/attention/write_rows.cu"]).write_normed_window(
+        50, dim, rope_dim, ctypes.c_void_p(wide.data_ptr() + 64), ctypes.c_int64(wide.stride(0)), pointer(weight), ctypes.c_float(1e-6),
+        pointer(positions), pointer(table), pointer(rows), pointer(slots),
+    )  # fmt: skip
     assert torch.equal(rows, wanted)
 
 

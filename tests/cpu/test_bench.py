@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from bench import bench_ops, bench_prefill, plot
+from bench import bench_decode, bench_ops, bench_prefill, plot
 from bench.result import append_row, base_row, read_rows
 from bench.shapes import EP_RANKS, LOCAL_EXPERTS, LOCAL_ROWS, Case, strata_rows, uneven_offsets
 from bench.timing import summarise, time_paired
-from bench.workload import read_workload, single_request
+from bench.workload import SUITES, parse_workload, read_workload, single_request
+from mini_deepinfer.decode_graphs import DecodeGraphs
 from mini_deepinfer.stages import STAGE_GROUPS
 from mini_deepinfer.tiny_checkpoint import PRESETS, write_tiny_checkpoint
 
@@ -183,11 +184,113 @@ def test_bench_prefill(mode, folder, tmp_path, capsys):
         assert len(list((tmp_path / "traces").iterdir())) == 1
 
 
+def test_workload_specs(tmp_path):
+    one, eight = parse_workload("4096@126976", 3), parse_workload("8x512@7680", 3)
+    assert [(r.context_len, r.cached_len, r.new_tokens) for r in one.requests] == [(131_072, 126_976, 4096)]
+    assert len(eight.requests) == 8 and eight.new_tokens == 4096 and eight.context_len == 8192
+    for text in ("4096", "x512@0", "8x@0", "no.json"):
+        with pytest.raises(ValueError, match=r"must be a JSON file or \[COUNTx\]NEW@CACHED"):
+            parse_workload(text, 0)
+    with pytest.raises(ValueError, match="at least one request"):
+        parse_workload("0x512@0", 0)
+    for spec in SUITES["all"]:
+        assert parse_workload(spec, 0).context_len <= 131_072
+
+
+def test_bench_prefill_suite(folder, tmp_path, capsys, monkeypatch):
+    """Several workloads and choices of implementations in one process: a row each, ablated ones next to their plain run."""
+    monkeypatch.setenv("MDI_OPS", "indexer.topk=reference")
+    path = tmp_path / "rows.jsonl"
+    arguments = ["--model", str(folder), "--load-format", "dummy", "--result_jsonl", str(path), *SMALL]
+    specs = ["24@72", "24@0", "4x6@0", "12@40"]
+    ablations = ["attention.sparse=reference", "moe.route=reference,indexer.topk=reference"]
+    for flag, values in (("--workload", specs), ("--ablate", ablations)):
+        arguments += [part for value in values for part in (flag, value)]
+    assert bench_prefill.main(arguments) == 0
+    rows = read_rows(path)
+    assert [row["params"]["workload"]["name"] for row in rows] == [spec for spec in specs for _ in range(3)]
+    assert [row["params"]["ablate"] for row in rows] == ["", *ablations] * 4
+    assert rows[1]["params"]["ops"] == "indexer.topk=reference,attention.sparse=reference"
+    assert rows[2]["params"]["ops"] == ablations[1]  # its choice replaces the environment's for the same op
+    assert [row["chunk"] for row in rows[::3]] == [24, 24, 24, 12]
+    assert [row["batch_size"] for row in rows[::3]] == [1, 1, 4, 1]
+    for row in rows:
+        assert set(row) >= STEP_FIELDS and len(row["step_ms"]) == row["iters"] == 2
+        assert row["host_ms"]["build"] > 0 and row["host_ms"]["launch"] > 0
+    assert "baseline" not in rows[3] and rows[4]["baseline"]["latency_ms"] == rows[3]["latency_ms"]["median"]
+    assert capsys.readouterr().out.count("ms/step") == 12
+
+
+def test_bench_prefill_goes_on_after_a_failure(folder, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "rows.jsonl"
+    fill = bench_prefill.fill_randomly
+
+    def fail_once(caches, seed):
+        if caches.geometry.num_slots == 2:
+            raise RuntimeError("out of memory")
+        fill(caches, seed=seed)
+
+    monkeypatch.setattr(bench_prefill, "fill_randomly", fail_once)
+    arguments = ["--model", str(folder), "--load-format", "dummy", "--result_jsonl", str(path), *SMALL]
+    assert bench_prefill.main([*arguments, "--workload", "2x8@0", "--workload", "8@0"]) == 1
+    assert [row["params"]["workload"]["name"] for row in read_rows(path)] == ["8@0"]
+    assert "workload 2x8@0 failed: out of memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (["--ablate", "attention.spars=portable"], "unknown op 'attention.spars'"),
+        (["--ablate", "attention.sparse=sm91"], "no implementation 'sm91'"),
+        (["--ablate", "attention.sparse"], "must be op=implementation"),
+        (["--workload", "48@0"], "48 new tokens exceed --prefill_batch_size 24"),
+        (["--workload", "nothing"], "must be a JSON file"),
+    ],
+)
+def test_bench_prefill_refuses_options(wrong, message, folder, capsys):
+    with pytest.raises(SystemExit):
+        bench_prefill.main(["--model", str(folder), *SMALL, *wrong])
+    assert message in capsys.readouterr().err
+
+
 def test_bench_prefill_refuses(folder, tmp_path):
     with pytest.raises(ValueError, match="limit of 256"):
         bench_prefill.main(["--model", str(folder), *SMALL, "--context-len", "512"])
     with pytest.raises(SystemExit):
         bench_prefill.main(SMALL)
+
+
+def test_bench_decode(folder, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    arguments = ["--model", str(folder), "--device", "cpu", "--page-size", "8", "--batch-size", "1", "2", "--num-repeats", "1"]
+    arguments += ["--prompt-len", "5", "--output-len", "2", "3", "--context-len", "30", "--num-steps", "2", "--result_jsonl", str(path)]
+    assert bench_decode.main(arguments) == 0
+    rows = read_rows(path)
+    assert [(row["params"]["kind"], row["batch_size"], row["output_len"]) for row in rows] == [
+        (kind, batch, new) for batch in (1, 2) for kind, new in (("answers", 2), ("answers", 3), ("steps", 1))
+    ]
+    for row in rows:
+        assert set(row) >= ROW_FIELDS | {"latency_ms", "iters", "input_len", "output_tok_per_s", "same_tokens", "loopback", "model"}
+        assert row["stage"] == "decode" and row["params"]["cuda_graph"] is False and row["same_tokens"]
+        assert row["output_tok_per_s"] == pytest.approx(1e3 * row["batch_size"] * row["output_len"] / row["latency_ms"]["median"])
+        assert row["iters"] == (2 if row["params"]["kind"] == "steps" else 1)
+    assert capsys.readouterr().out.count("output tok/s") == 6
+    with pytest.raises(SystemExit):
+        bench_decode.main(["--device", "cpu"])
+    with pytest.raises(SystemExit):
+        bench_decode.main([*arguments, "--batch-size", "0"])
+
+
+def test_bench_decode_pairs_modes(folder):
+    """With graphs (here: padded steps) every measurement runs both ways."""
+    arguments = ["--device", "cpu", "--page-size", "8", "--batch-size", "3", "--context-len", "30", "--num-steps", "2"]
+    args = bench_decode.parse_args(["--model", str(folder), *arguments])
+    llm = bench_decode.open_engine(args)
+    graphs = llm.graphs = DecodeGraphs(llm.model, llm.hasher, max_seqs=4, max_len=llm.max_model_len, capture=False)
+    rows = bench_decode.measure(args, llm)
+    assert [row["params"]["cuda_graph"] for row in rows] == [True, False]
+    assert rows[0]["same_tokens"] and rows[0]["baseline"]["latency_ms"] == rows[1]["latency_ms"]["median"]
+    assert graphs.shapes == [(4, 34)] and llm.graphs is graphs
 
 
 def test_plot(tmp_path):

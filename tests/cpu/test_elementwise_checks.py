@@ -43,6 +43,10 @@ def valid(op: str) -> dict[str, Any]:
         "rmsnorm_quant": {"x": x, **norm, "folded": False},
         "fold_scales": {"codes": fp8(T, N), "scale": u8(T, N // 32)},
         "rope": {"x": bf16(T, 2, N), "positions": torch.zeros(T, dtype=torch.int32), "table": f32(8, 16, 2)},
+        "rope_quant": {
+            "x": bf16(T, 2, N), "positions": torch.zeros(T, dtype=torch.int32), "table": f32(8, 16, 2), "groups": 2,
+            "folded": True,
+        },
         "hc_mix": {
             "streams": streams, "fn": f32(MIXES, STREAMS * N), "base": f32(MIXES), "scale": f32(3),
             "sinkhorn_iters": 20, "hc_eps": 1e-6, "norm_eps": 1e-20,
@@ -69,8 +73,8 @@ def valid(op: str) -> dict[str, Any]:
 
 
 OPS = (
-    "rmsnorm", "act_quant", "act_quant_folded", "rmsnorm_quant", "fold_scales", "rope", "hc_mix", "hc_collapse",
-    "hc_collapse_norm", "hc_collapse_norm_quant", "hc_expand", "hc_expand_mix",
+    "rmsnorm", "act_quant", "act_quant_folded", "rmsnorm_quant", "fold_scales", "rope", "rope_quant", "hc_mix",
+    "hc_collapse", "hc_collapse_norm", "hc_collapse_norm_quant", "hc_expand", "hc_expand_mix",
     "hc_expand_mix_norm_quant", "engram_gate",
 )  # fmt: skip
 
@@ -99,6 +103,12 @@ WRONG: list[tuple[str, str, Callable[[], Any], type[Exception], str]] = [
     ("rope", "table", lambda: bf16(8, 16, 2), TypeError, "table must be float32"),
     ("rope", "out", lambda: bf16(T, 2, N + 2), ValueError, "out must be"),
     ("rope", "out", lambda: f32(T, 2, N), TypeError, "out must be bfloat16"),
+    ("rope_quant", "x", lambda: bf16(T, 2, 30), ValueError, "at least R=32, got d=30"),
+    ("rope_quant", "x", lambda: bf16(T, 2, 40), ValueError, "a group of heads of x must have a positive multiple of 32"),
+    ("rope_quant", "positions", lambda: torch.zeros(T + 1, dtype=torch.int32), ValueError, r"positions must be \[T=3\]"),
+    ("rope_quant", "table", lambda: bf16(8, 16, 2), TypeError, "table must be float32"),
+    ("rope_quant", "groups", lambda: 3, ValueError, "groups must divide the h=2 heads of x, got 3"),
+    ("rope_quant", "groups", lambda: 0, ValueError, "groups must divide the h=2 heads of x, got 0"),
     ("hc_mix", "streams", lambda: bf16(T, 5, N), ValueError, "n = 1..4 streams, got n=5"),
     ("hc_mix", "streams", lambda: bf16(T, 0, N), ValueError, "n = 1..4 streams, got n=0"),
     ("hc_mix", "fn", lambda: f32(MIXES, N), ValueError, r"fn must be \[2n\+n\*n=24, n\*N=256\], got \[24, 64\]"),
@@ -202,6 +212,20 @@ def test_in_place_arguments_are_passed_on(calls: list) -> None:
     args = valid("hc_expand_mix")
     assert elementwise.hc_expand_mix(**args, out=args["streams"])[0] is args["streams"]
     assert calls[-1][1][-5] is args["streams"]
+
+
+def test_rope_quant_is_rope_and_act_quant() -> None:
+    g = torch.Generator().manual_seed(1)
+    x, positions = torch.randn(5, 6, N, generator=g).bfloat16(), torch.arange(5, dtype=torch.int32)
+    table = torch.randn(8, 16, 2, generator=g)
+    rotated = elementwise.rope(x, positions, table, inverse=True)
+    for folded, quant in ((False, elementwise.act_quant), (True, elementwise.act_quant_folded)):
+        codes, scale = elementwise.rope_quant(x, positions, table, 3, inverse=True, folded=folded)
+        assert codes.shape == (5, 3, 2 * N)
+        for group in range(3):
+            wanted = quant(rotated[:, 2 * group : 2 * group + 2].flatten(1))
+            assert torch.equal(codes[:, group].view(torch.uint8), wanted[0].view(torch.uint8))
+            assert torch.equal(scale[:, group], wanted[1])
 
 
 def test_fused_references_are_the_compositions() -> None:

@@ -60,6 +60,13 @@ def launch(op: str, impl: str, *args: Any) -> None:
     elif name == "rope":
         x, positions, table, inverse, out = args
         run(name, *x.shape, 2 * table.shape[1], x, x.stride(0), out, out.stride(0), positions, table, inverse)
+    elif name == "rope_quant":
+        x, positions, table, inverse, codes, scale = args
+        folded = scale.dtype == torch.float32
+        run(
+            name, *codes.shape, x.shape[2], 2 * table.shape[1], x, positions, table, inverse, codes,
+            None if folded else scale, scale if folded else None,
+        )  # fmt: skip
     elif name == "hc_mix":
         run(name, *args[0].shape, *args)
     elif name in ("hc_expand", "hc_expand_mix"):
@@ -103,6 +110,8 @@ CASES: list[tuple[Callable, tuple]] = [
     *((gpu.test_rope_bitwise, (*shape, inverse)) for shape in ((33, 3, 128, 64), (7, 2, 10, 6), (2, 1, 2144, 64))
       for inverse in (False, True)),
     (gpu.test_rope_strided_and_non_finite, ()),
+    *((gpu.test_rope_quant_is_the_composition, (*shape, inverse, folded)) for inverse in (False, True) for folded in (False, True)
+      for shape in ((3, 64, 512, 64, 8), (33, 4, 64, 64, 2), (7, 6, 96, 16, 3), (5, 6, 160, 0, 2))),
     *((gpu.test_hc_mix_against_float64, (n, *shape)) for n in (1, 2, 3, 4) for shape in ((1, 64), (33, 8), (40, 328))),
     (gpu.test_hc_mix_sinkhorn_vector, ()),
     *((gpu.test_hc_mix_iterations, (iters,)) for iters in (1, 2, 20)),

@@ -81,7 +81,7 @@ def nibbles_swapped(tensors: dict[str, torch.Tensor]) -> None:
 def window_not_quantised(patch: pytest.MonkeyPatch, run: Runner) -> None:
     """Keys of the window rows as computed, not as the FP8 cache holds them."""
     exact: dict[int, torch.Tensor] = {}
-    original_write, original_unpack = attention.write_window, reference.attention.unpack_window
+    original_write, original_unpack = reference.attention.write_window, reference.attention.unpack_window
 
     def write(kv, rows, slots):
         original_write(kv, rows, slots)
@@ -95,7 +95,7 @@ def window_not_quantised(patch: pytest.MonkeyPatch, run: Runner) -> None:
         return keys, valid
 
     original_gather = reference.attention._gather
-    patch.setattr(attention_module.attention, "write_window", write)
+    patch.setattr(reference.attention, "write_window", write)
     patch.setattr(reference.attention, "_gather", gather)
 
 

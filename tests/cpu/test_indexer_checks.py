@@ -80,6 +80,13 @@ def test_keys_and_queries() -> None:
         indexer.write_keys(torch.zeros(2, 64), rows, torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"multiple of 32 \(one scale each\), got Di=48"):
         indexer.quant_query(torch.zeros(2, 3, 48))
+    q, positions = torch.zeros(2, 3, 64), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"rope_quant_query: positions must be int32 \[T=2\], got int32 \[1\]"):
+        indexer.rope_quant_query(q, positions[:1], torch.zeros(5, 8, 2))
+    with pytest.raises(TypeError, match=r"rope_quant_query: table must be float32"):
+        indexer.rope_quant_query(q, positions, torch.zeros(5, 8, 2).double())
+    with pytest.raises(ValueError, match=r"rope_quant_query: table must have R of at most Di=64, got R=80"):
+        indexer.rope_quant_query(q, positions, torch.zeros(5, 40, 2))
 
 
 def test_selection() -> None:
@@ -94,6 +101,10 @@ def test_selection() -> None:
         indexer.topk(scores, None, 4, candidates=torch.zeros(3, 3, dtype=torch.int32), block_size=8)
     with pytest.raises(ValueError, match="num_blocks must be at least 1, got 0"):
         indexer.candidate_blocks(scores, visible, 8, 0)
+    with pytest.raises(ValueError, match="topk_blocks: num_blocks must be at least 1, got 0"):
+        indexer.topk_blocks(scores, visible, 4, 8, 0)
+    with pytest.raises(ValueError, match=r"topk_blocks: visible must be int32 \[T=3\], got int32 \[2\]"):
+        indexer.topk_blocks(scores, visible[:2], 4, 8, 2)
     with pytest.raises(ValueError, match=r"seq_of_token must be int32 \[T=3\]"):
         indexer.cache_rows(torch.zeros(3, 2, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32), visible[:2], 4)
 
@@ -113,5 +124,8 @@ def test_empty_and_cpu_results() -> None:
     ids, count = indexer.topk(scores[:0], operands["visible"][:0], 5)
     assert ids.shape == (0, 5) and count.shape == (0,)
     assert indexer.candidate_blocks(scores[:, :0], operands["visible"], 8, 2).tolist() == [[-1, -1]] * 3
+    both = indexer.topk_blocks(scores, operands["visible"], 5, 8, 4)
+    assert both[0].tolist() == [[0, 1, 2, 3, 4]] * 3 and both[1].tolist() == [5] * 3 and both[2].tolist() == [[0, 1, 2, -1]] * 3
+    assert indexer.topk_blocks(scores[:, :0], operands["visible"], 2, 8, 1)[2].tolist() == [[-1]] * 3
     assert indexer.cache_rows(torch.tensor([[3, 17, -1]], dtype=torch.int32).repeat(3, 1), operands["page_table"],
                               operands["seq_of_token"], 16).tolist() == [[19, 1, -1]] * 3  # fmt: skip

@@ -38,6 +38,22 @@ def test_quantise() -> None:
     assert_bitwise(rows, wanted, "rows")
 
 
+def test_rope_quant_query() -> None:
+    g = generator(2)
+    q = normal(g, 7, 5, 128)
+    q[0], q[1, 3, 100], q[2] = 0.0, float("nan"), q[2] * 2.0**90
+    positions = torch.randint(0, 20, (7,), generator=g).int()
+    angle = 6 * torch.rand(20, 32, generator=g)
+    table = torch.stack((angle.cos(), angle.sin()), -1)
+    codes, scale = torch.empty(7, 5, 64, dtype=torch.uint8), torch.empty(7, 5, 4, dtype=torch.uint8)
+    kernel_file("quantise").rope_quant_query(
+        ctypes.c_int64(7), 5, 128, 64, pointer(q), pointer(positions), pointer(table), pointer(codes), pointer(scale)
+    )
+    wanted = reference.rope_quant_query(q, positions, table)
+    assert_bitwise(codes, wanted[0], "codes")
+    assert_bitwise(scale, wanted[1], "scale")
+
+
 def score(
     operands: tuple[Tensor, ...], per_page: int, columns: int, candidates: Tensor | None = None, name: str = "candidate_logits"
 ) -> Tensor:
@@ -77,28 +93,62 @@ def test_logits(heads: int, dim: int, per_page: int) -> None:
     assert_bitwise(score(operands, per_page, 72, candidates, "candidate_logits_sm90"), wanted, "candidate_logits_sm90")
 
 
+def select(x: torch.Tensor, visible: torch.Tensor, k: int, num_blocks: int) -> list[torch.Tensor]:
+    """The kernels' ids, count and blocks of 8: k = 0 or num_blocks = 0 leaves that part out."""
+    rows, columns = x.shape
+    ids, count = torch.full((rows, max(k, 1)), -7, dtype=torch.int32), torch.full((rows,), -7, dtype=torch.int32)
+    blocks = torch.full((rows, max(num_blocks, 1)), -7, dtype=torch.int32)
+    picks = (pointer(ids), pointer(count)) if k else (pointer(None), pointer(None))
+    args = (rows, columns, k, int(x.dtype == torch.float32), pointer(x), pointer(visible), 8, pointer(None), 0)
+    kernel_file("topk").topk(*args, *picks, num_blocks, pointer(blocks if num_blocks else None))
+    return ([ids, count] if k else []) + ([blocks] if num_blocks else [])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
-@pytest.mark.parametrize("kind", ["normal", "one value", "nan"])
+@pytest.mark.parametrize("kind", ["normal", "one value", "nan", "alike", "zeros"])
 def test_selection(kind: str, dtype: torch.dtype) -> None:
-    """Rows collected whole, rows behind a sampled threshold, and rows that the sample misjudges (one value: all tie)."""
+    """Every way through the kernels: all vectors kept; a bound from the vectors' maxima, and from those of 4 vectors; too many
+    vectors at it (neighbours alike: a second bound; one value: the exact path); float32 and odd rows (the exact path)."""
     g = generator(2)
-    for columns in (700, 4097, 9000):
+    for columns, k, num_blocks in ((700, 512, 20), (9001, 16, 40), (8200, 300, 1024), (20_000, 64, 300), (36_864, 16, 2048)):
+        if dtype == torch.float32 and columns > 9001:
+            continue
         x = torch.randn(2, columns, generator=g)
         if kind == "one value":
             x = torch.full((2, columns), -0.25)
         elif kind == "nan":
             x[torch.rand(2, columns, generator=g) < 0.5] = float("nan")
             x[torch.rand(2, columns, generator=g) < 0.3] = NEG_INF
+        elif kind == "alike":
+            x = x.abs() * torch.linspace(0.2, 30.0, columns).sin().abs()
+        elif kind == "zeros":
+            x = torch.where(x > 2.5, x, torch.where(x > 0, 0.0, -0.0))
         x = x.to(dtype)
         visible = torch.tensor([columns, columns - columns // 3], dtype=torch.int32)
-        ids, count = torch.full((2, 512), -7, dtype=torch.int32), torch.full((2,), -7, dtype=torch.int32)
-        args = (2, columns, 512, int(dtype == torch.float32), pointer(x), pointer(visible))
-        kernel_file("topk").topk(*args, 0, pointer(None), 0, pointer(ids), pointer(count), 0)
-        wanted = reference.topk(x, visible, 512)
-        assert_bitwise(ids, wanted[0], f"ids of {columns}")
-        assert_bitwise(count, wanted[1], f"count of {columns}")
-        kernel_file("topk").topk(*args, 8, pointer(None), 0, pointer(ids), pointer(None), 1)
-        assert_bitwise(ids, reference.candidate_blocks(x, visible, 8, 512), f"blocks of {columns}")
+        wanted = [*reference.topk(x, visible, k), reference.candidate_blocks(x, visible, 8, num_blocks)]
+        for got, part in ((select(x, visible, k, 0), wanted[:2]), (select(x, visible, 0, num_blocks), wanted[2:])):
+            for tensor, right in zip(got, part, strict=True):
+                assert_bitwise(tensor, right, f"{columns} columns, k={k}, {num_blocks} blocks")
+        for tensor, right in zip(select(x, visible, k, num_blocks), wanted, strict=True):
+            assert_bitwise(tensor, right, f"both of {columns} columns")
+
+
+def test_selection_of_short_rows() -> None:
+    """Nothing visible, one column, a whole vector and one more; picks as entries of candidate blocks."""
+    g = generator(3)
+    visible = torch.tensor([0, 1, 7, 8, 9, 64, 72], dtype=torch.int32)
+    x = normal(g, len(visible), 72).bfloat16()
+    for tensor, right in zip(
+        select(x, visible, 12, 3), [*reference.topk(x, visible, 12), reference.candidate_blocks(x, visible, 8, 3)], strict=True
+    ):
+        assert_bitwise(tensor, right, "short rows")
+    candidates = torch.arange(9, dtype=torch.int32).repeat(len(visible), 1) * 5 + 3
+    ids, count = torch.full((len(visible), 12), -7, dtype=torch.int32), torch.full((len(visible),), -7, dtype=torch.int32)
+    args = (len(visible), 72, 12, 0, pointer(x), pointer(None), 8, pointer(candidates), 9)
+    kernel_file("topk").topk(*args, pointer(ids), pointer(count), 0, pointer(None))
+    wanted = reference.topk(x, None, 12, candidates, 8)
+    assert_bitwise(ids, wanted[0], "ids")
+    assert_bitwise(count, wanted[1], "count")
 
 
 @pytest.mark.parametrize("heads", [8, 20, 32])

@@ -37,13 +37,15 @@ def test_loopback_repeats_its_rows(num_tokens, dtype):
 def test_loopback_permutes_the_experts_of_stand_ins():
     parallel = Loopback(4, num_experts=16)
     ids = torch.arange(16, dtype=torch.int32).view(4, 4)
-    gathered = parallel.all_gather_expert_ids(ids, [4] * 4)
+    weights = torch.rand(4, 4)
+    gathered, gathered_weights = parallel.start_gather_routes(ids, weights, [4] * 4).wait()
     assert gathered.dtype == torch.int32
+    assert torch.equal(gathered_weights, weights.repeat(4, 1))
     parts = [part.flatten().tolist() for part in gathered.split(4)]
     assert parts[0] == list(range(16))
     assert all(sorted(part) == list(range(16)) for part in parts)  # a permutation each
     assert len({tuple(part) for part in parts}) == 4  # and not the same one
-    again = Loopback(4, num_experts=16).all_gather_expert_ids(ids, [4] * 4)
+    again = Loopback(4, num_experts=16).start_gather_routes(ids, weights, [4] * 4).wait()[0]
     assert torch.equal(gathered, again)  # fixed: every run measures the same work
 
 

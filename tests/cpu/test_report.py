@@ -7,17 +7,19 @@ import io
 import pytest
 
 from mini_deepinfer import report
-from mini_deepinfer.stages import COMMUNICATION, OUTSIDE
+from mini_deepinfer.stages import GATHER, OUTSIDE
 
 
 def test_stage_table_sums_to_the_step():
-    text = report.stage_table({"attention.sparse": 30.0, "moe.experts": 40.0, COMMUNICATION: 10.0, "hc": 15.0, OUTSIDE: 5.0})
+    stages_ms = {"attention.sparse": 30.0, "moe.experts": 40.0, GATHER: 10.0, "hc": 15.0, OUTSIDE: 5.0}
+    text = report.stage_table(stages_ms, beside_ms={GATHER: 30.0})
     lines = {line.rsplit(None, 2)[0].strip(): line.split() for line in text.splitlines()[2:]}
     assert lines["sparse attention core"][-2:] == ["30.000", "30.0"]
-    assert lines["MoE"][-2:] == ["50.000", "50.0"]  # communication belongs to it ...
-    assert lines[COMMUNICATION][-2:] == ["10.000", "10.0"]  # ... and has its own line
+    assert lines["MoE"][-2:] == ["50.000", "50.0"]  # waiting for other ranks belongs to it ...
+    assert lines[GATHER][-2:] == ["10.000", "10.0"]  # ... and has its own line
     assert lines["indexer"][-2:] == ["0.000", "0.0"]
-    assert lines["step"][-2:] == ["100.000", "100.0"]
+    assert lines["step"][-2:] == ["100.000", "100.0"]  # what runs beside the stages is in no sum
+    assert lines[f"beside: {GATHER}"][-2:] == ["30.000", "30.0"]
     assert "-" in report.stage_table({})  # no step, no division by zero
 
 

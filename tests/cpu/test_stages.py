@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mini_deepinfer import stages
-from mini_deepinfer.stages import COMMUNICATION, GROUPS, OUTSIDE, STAGE_GROUPS, StageTimer, group_times, stage
+from mini_deepinfer.stages import GATHER, GROUPS, OUTSIDE, SCATTER, STAGE_GROUPS, StageTimer, beside, group_times, stage
 
 
 def test_own_times_sum_to_the_step():
@@ -19,7 +19,7 @@ def test_own_times_sum_to_the_step():
         with timer.step():
             with stage("moe.dispatch"):
                 time.sleep(0.01)
-                with stage(COMMUNICATION):
+                with stage(GATHER), beside(GATHER):
                     time.sleep(0.02)
             with stage("hc"):
                 time.sleep(0.005)
@@ -27,10 +27,12 @@ def test_own_times_sum_to_the_step():
                 time.sleep(0.005)
             time.sleep(0.003)
     times = timer.stages_ms()
-    assert set(times) == {"moe.dispatch", COMMUNICATION, "hc", OUTSIDE}
-    assert times["moe.dispatch"] < times[COMMUNICATION]  # the inner stage is not counted twice
-    assert times[COMMUNICATION] >= 20
-    assert timer.steps[0].calls == {"moe.dispatch": 1, COMMUNICATION: 1, "hc": 2, OUTSIDE: 1}
+    assert set(times) == {"moe.dispatch", GATHER, "hc", OUTSIDE}
+    assert times["moe.dispatch"] < times[GATHER]  # the inner stage is not counted twice
+    assert times[GATHER] >= 20
+    assert set(timer.beside_ms()) == {GATHER}
+    assert timer.beside_ms()[GATHER] >= 20  # and what ran beside is in no sum
+    assert timer.steps[0].calls == {"moe.dispatch": 1, GATHER: 1, "hc": 2, OUTSIDE: 1}
     for step in timer.steps:
         assert sum(step.stages_ms.values()) == pytest.approx(step.total_ms)
     assert timer.total_ms() >= 43
@@ -41,7 +43,7 @@ def test_groups_cover_every_stage_once():
     groups = group_times(dict.fromkeys(STAGE_GROUPS, 1.0))
     assert sum(groups.values()) == len(STAGE_GROUPS)
     assert list(groups) == list(GROUPS)
-    assert STAGE_GROUPS[COMMUNICATION] == "MoE"
+    assert STAGE_GROUPS[GATHER] == STAGE_GROUPS[SCATTER] == "MoE"
 
 
 def test_every_stage_of_the_package_is_known():
@@ -52,7 +54,7 @@ def test_every_stage_of_the_package_is_known():
 
 
 def test_off_means_nothing_happens():
-    assert stage("hc") is stage("no such stage")  # the shared null context: not even the name is looked at
+    assert stage("hc") is stage("no such stage") is beside("hc")  # the shared null context: not even the name is looked at
     start = time.perf_counter()
     for _ in range(20_000):
         with stage("hc"):

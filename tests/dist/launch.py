@@ -12,7 +12,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+# Where the rows are decides who carries them. The gloo tests run anywhere.
+DEVICES = [pytest.param("cpu", id="gloo"), pytest.param("cuda", id="nccl")]
+
+
+def limit(seconds: float) -> float:
+    """How long to wait for a job: `seconds`, or DIST_TEST_LIMIT_S if that is less (where machine time is short)."""
+    return min(seconds, float(os.environ.get("DIST_TEST_LIMIT_S", "inf")))
+
+
+def require(device: str, world: int) -> None:
+    """Skip where this machine has no GPU for every rank."""
+    if device == "cuda" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs for NCCL, found {torch.cuda.device_count()}")
 
 
 @dataclass
@@ -33,7 +51,8 @@ def free_port() -> int:
 
 def environment(**extra: str) -> dict[str, str]:
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    return clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"} | extra
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return clean | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"} | extra
 
 
 class Job:
@@ -46,13 +65,14 @@ class Job:
         self.processes = []
         for rank in range(world) if ranks is None else ranks:
             files = (tempfile.TemporaryFile(), tempfile.TemporaryFile())  # noqa: SIM115 (closed in wait)
-            env = environment(RANK=str(rank), WORLD_SIZE=str(world), MASTER_PORT=str(port))
+            env = environment(RANK=str(rank), WORLD_SIZE=str(world), MASTER_PORT=str(port), LOCAL_RANK=str(rank))
             command = [sys.executable, *arguments]
             self.processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=files[0], stderr=files[1]))
             self._files.append(files)
 
     def wait(self, limit_s: float) -> list[Ended]:
         """The ends of all ranks; AssertionError (after killing them) if one is still running at the limit."""
+        limit_s = limit(limit_s)
         ended: dict[int, float] = {}
         deadline = self._start + limit_s
         while len(ended) < len(self.processes) and time.monotonic() < deadline:

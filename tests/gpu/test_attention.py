@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from mini_deepinfer.ops import attention
+from mini_deepinfer.ops import attention, elementwise
 from mini_deepinfer.ops._dispatch import IMPLEMENTATIONS
 from mini_deepinfer.ops.reference import attention as reference
 from mini_deepinfer.ops.reference import number_formats as formats
@@ -414,6 +414,36 @@ def test_write_rows_bits(kind: str, dim: int) -> None:
     reference.scatter_rows(expected, slots, wanted)
     assert torch.equal(rows, expected)
     assert bool((store[0] == 0xA5).all()) and bool((store[-1] == 0xA5).all())
+
+
+def normed_inputs(count: int, dim: int, rope_dim: int) -> tuple[torch.Tensor, ...]:
+    """Rows, norm weight, positions, angles and slots with holes."""
+    gen = torch.Generator().manual_seed(count + dim)
+    x = awkward_values(count, dim, 32)
+    x[3] = x[3].clamp(-1e18, 1e18)  # its squares must stay finite
+    x[7:9] = x[7:9].clamp(-1e18, 1e18)
+    weight = torch.randn(dim, generator=gen).bfloat16()
+    positions = torch.randint(0, 200, (count,), generator=gen).int()
+    angle = 6 * torch.rand(200, rope_dim // 2, generator=gen)
+    slots = torch.randperm(2 * count, generator=gen)[:count].int()
+    slots[::7] = -1
+    return x, weight, positions, torch.stack((angle.cos(), angle.sin()), -1), slots
+
+
+@pytest.mark.parametrize(("dim", "rope_dim"), [(512, 64), (512, 0), (288, 32), (64, 64), (32, 8)])
+def test_write_normed_window_is_the_composition(dim: int, rope_dim: int) -> None:
+    """With the bits of rmsnorm, rope and write_window, for bfloat16 and float32 weights, rows that lie apart, and no row at all."""
+    x, weight, positions, table, slots = (operand.cuda() for operand in normed_inputs(333, dim, rope_dim))
+    wide = torch.randn(333, dim + 128, device="cuda").bfloat16()
+    wide[:, 64:-64] = x
+    for norm in (weight, weight.float() * 1.01):
+        wanted, rows = (torch.full((668, dim + dim // 32), 0xA5, dtype=torch.uint8, device="cuda") for _ in range(2))
+        y = elementwise.rope(elementwise.rmsnorm(x, norm, 1e-6)[:, None], positions, table)[:, 0]
+        attention.write_window(y, wanted[1:-1], slots)
+        attention.write_normed_window(wide[:, 64:-64], norm, 1e-6, positions, table, rows[1:-1], slots, impl="portable")
+        assert torch.equal(rows, wanted)
+        attention.write_normed_window(x[:0], norm, 1e-6, positions[:0], table, rows[1:-1], slots[:0], impl="portable")
+        assert torch.equal(rows, wanted)
 
 
 @pytest.mark.parametrize("kind", WRITERS)

@@ -240,6 +240,29 @@ def test_rope_strided_and_non_finite(cuda: torch.device) -> None:
     assert_bitwise(on_gpu[:, 5:].contiguous(), wide[:, 5:].contiguous(), "heads behind")
 
 
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize(
+    "tokens, heads, dim, rope_dim, groups",
+    [(33, 64, 512, 64, 8), (1, 64, 512, 64, 1), (129, 4, 64, 64, 2), (31, 6, 96, 16, 3), (5, 6, 160, 0, 2)],
+)
+def test_rope_quant_is_the_composition(
+    cuda: torch.device, tokens: int, heads: int, dim: int, rope_dim: int, groups: int, inverse: bool, folded: bool
+) -> None:
+    x = quant_rows(tokens, heads * dim).view(tokens, heads, dim).to(cuda)
+    if heads * dim // groups > 16384:
+        x = x[:, : 16384 // dim].contiguous()
+    positions = torch.randint(0, 300, (tokens,), generator=generator(dim)).int()
+    args = to(cuda, positions, angles(300, rope_dim))
+    before = x.clone()
+    codes, scale = elementwise.rope_quant(x, *args, groups, inverse, folded=folded, impl="portable")
+    assert_bitwise(x, before, "x")
+    rotated = elementwise.rope(x, *args, inverse).view(tokens * groups, -1)
+    wanted = (elementwise.act_quant_folded if folded else elementwise.act_quant)(rotated)
+    assert_bitwise(codes.view(wanted[0].shape), wanted[0], "codes")
+    assert_bitwise(scale.view(wanted[1].shape), wanted[1], "scale")
+
+
 # -- hyper-connections ------------------------------------------------------------------------------------------------
 
 
@@ -521,6 +544,7 @@ def every_op(tokens: int, width: int = 320, n: int = 4) -> tuple[tuple[Tensor, .
             "rmsnorm_quant": lambda r, h, st, z, p, c, pos, q, qs: e.rmsnorm_quant(r, w, EPS, folded=True),
             "fold_scales": lambda r, h, st, z, p, c, pos, q, qs: e.fold_scales(q, qs),
             "rope": lambda r, h, st, z, p, c, pos, q, qs: (e.rope(h, pos, table),),
+            "rope_quant": lambda r, h, st, z, p, c, pos, q, qs: e.rope_quant(h, pos, table, 3, folded=True),
             "hc_mix": lambda r, h, st, z, p, c, pos, q, qs: e.hc_mix(st, f, b, s, 20, 1e-6, EPS),
             "hc_collapse": lambda r, h, st, z, p, c, pos, q, qs: (e.hc_collapse(st, p),),
             "hc_collapse_norm": lambda r, h, st, z, p, c, pos, q, qs: (e.hc_collapse_norm(st, p, w, EPS),),
@@ -541,8 +565,8 @@ def every_op(tokens: int, width: int = 320, n: int = 4) -> tuple[tuple[Tensor, .
     return tuple(t[:tokens] for t in operands), calls
 
 
-OPS = ("rmsnorm", "act_quant", "act_quant_folded", "rmsnorm_quant", "fold_scales", "rope", "hc_mix", "hc_collapse",
-       "hc_collapse_norm", "hc_collapse_norm_quant", "hc_expand", "hc_expand_mix",
+OPS = ("rmsnorm", "act_quant", "act_quant_folded", "rmsnorm_quant", "fold_scales", "rope", "rope_quant", "hc_mix",
+       "hc_collapse", "hc_collapse_norm", "hc_collapse_norm_quant", "hc_expand", "hc_expand_mix",
        "hc_expand_mix_norm_quant", "engram_gate")  # fmt: skip
 
 
@@ -585,6 +609,7 @@ def test_nothing_is_written_outside(cuda: torch.device, tokens: int, width: int)
         ("rmsnorm_quant", (x, weight, EPS), [(row, bf), (row, f8), (groups, u8)]),
         ("fold_scales", (codes, group_scale), [(row, f8), ((tokens,), f32)]),
         ("rope", (x[:, None], positions, table, False), [((tokens, 1, width), bf)]),
+        ("rope_quant", (x[:, None], positions, table, True), [((tokens, 1, width), f8), ((tokens, 1), f32)]),
         ("hc_mix", (streams, fn, base, scale, 20, 1e-6, EPS),
          [((floats,), f32), ((tokens, n), f32), ((tokens, n), f32), ((tokens, n, n), f32)]),
         ("hc_collapse", (streams, pre), [(row, bf)]),

@@ -90,6 +90,44 @@ def test_quant_query(cuda: torch.device, shape: tuple[int, int, int]) -> None:
     assert_bitwise(scale, wanted[1], "scale")
 
 
+@pytest.mark.parametrize(
+    ("shape", "rope_dim"), [((0, 32, 128), 64), ((1, 8, 64), 64), ((9, 3, 128), 64), ((515, 32, 128), 32), ((77, 5, 64), 8)]
+)
+def test_rope_quant_query(cuda: torch.device, shape: tuple[int, int, int], rope_dim: int) -> None:
+    g = generator(shape[1])
+    q = normal(g, *shape)
+    if shape[0] > 1:
+        q = awkward_values(g, shape[0] * shape[1], shape[2]).view(shape)
+    positions = torch.randint(0, 90, (shape[0],), generator=g).int()
+    angle = 6 * torch.rand(90, rope_dim // 2, generator=g)
+    table = torch.stack((angle.cos(), angle.sin()), -1)
+    q_gpu = q.to(cuda)
+    codes, scale = indexer.rope_quant_query(q_gpu, positions.to(cuda), table.to(cuda), impl="portable")
+    wanted = reference.rope_quant_query(q, positions, table)
+    assert_bitwise(codes, wanted[0], "codes")
+    assert_bitwise(scale, wanted[1], "scale")
+    assert_bitwise(q_gpu, q, "q")
+
+
+def test_quantiser_every_value(cuda: torch.device) -> None:
+    """Every finite bf16 value next to a larger one, so that each falls into every place between two codes."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = every[every.isfinite()].view(-1, 1).repeat(1, 32)
+    for peak in (1.0, 1.5, 3.0):
+        x[:, 31] = (x[:, 0].float() * peak).to(torch.bfloat16)
+        q = torch.cat((x, x.flip(0)), 1).view(-1, 1, 64)
+        codes, scale = indexer.quant_query(q.to(cuda), impl="portable")
+        wanted = nf.quant_mxfp4(q)
+        assert_bitwise(codes, wanted[0], "codes")
+        assert_bitwise(scale, wanted[1], "scale")
+    ladder = torch.linspace(-6.5, 6.5, 64 * 500).view(-1, 1, 64)
+    ladder[..., 31], ladder[..., 63] = 6.0, -4.0
+    codes, scale = indexer.quant_query(ladder.bfloat16().to(cuda), impl="portable")
+    wanted = nf.quant_mxfp4(ladder.bfloat16())
+    assert_bitwise(codes, wanted[0], "codes")
+    assert_bitwise(scale, wanted[1], "scale")
+
+
 def test_quantiser_ties_and_groups(cuda: torch.device) -> None:
     """Ties go to the even code, and a group of 32 does not see its neighbour."""
     x = torch.zeros(1, 1, 64)
@@ -470,6 +508,33 @@ def test_candidate_blocks(cuda: torch.device, kind: str, columns: int, dtype: to
         blocks = indexer.candidate_blocks(x.to(cuda), visible.to(cuda), block_size, num_blocks, impl="portable")
         wanted = reference.candidate_blocks(x, visible, block_size, num_blocks)
         assert_bitwise(blocks, wanted, f"blocks of {block_size}, visible {visible.tolist()}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [1, 1000, 16_383, 65_536, 131_072, 524_224, 524_300])
+def test_topk_blocks(cuda: torch.device, kind: str, columns: int, dtype: torch.dtype) -> None:
+    """Both from one reading are what each op gives; up to 524,224 columns of bf16 (528 KiB of maxima would be more)."""
+    g = generator(columns + 2)
+    x = score_rows(g, kind, 3 if columns <= 131_072 else 2, columns, dtype)
+    visible = torch.randint(columns // 2, columns + 1, (x.shape[0],), generator=g, dtype=torch.int32)
+    stride = -(-columns // 64) * 64
+    on_gpu = torch.empty(x.shape[0], stride, dtype=dtype, device=cuda)[:, :columns].copy_(x)
+    for k, block_size, num_blocks in ((512, 8, 2048), (16, 4, 3), (900, 8, 1)):
+        got = indexer.topk_blocks(on_gpu, visible.to(cuda), k, block_size, num_blocks, impl="portable")
+        wanted = reference.topk_blocks(x, visible, k, block_size, num_blocks)
+        for tensor, right, name in zip(got, wanted, ("ids", "count", "blocks"), strict=True):
+            assert_bitwise(tensor, right, f"{name}, k={k}, {num_blocks} blocks of {block_size}")
+
+
+def test_topk_blocks_writes_nothing_outside(cuda: torch.device) -> None:
+    x = score_rows(generator(8), "normal", 9, 20_000, torch.bfloat16).to(cuda)
+    visible = torch.tensor([0, 1, 7, 8, 9, 4097, 9999, 19_999, 20_000], dtype=torch.int32)
+    canaries = Canary((9, 512), torch.int32, cuda), Canary((9,), torch.int32, cuda), Canary((9, 2048), torch.int32, cuda)
+    call("indexer.topk_blocks", "portable", x, visible.to(cuda), 8, *(canary.tensor for canary in canaries))
+    for canary, right in zip(canaries, reference.topk_blocks(x.cpu(), visible, 512, 8, 2048), strict=True):
+        canary.check()
+        assert_bitwise(canary.tensor, right, "short rows")
 
 
 # scores, block 4, keep 2 blocks, top 5: entries of the pool and the picks at every visible length

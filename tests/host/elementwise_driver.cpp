@@ -23,6 +23,16 @@ void run_rope(int64_t tokens, int heads, int dim, int rope_dim, const uint16_t* 
     launch_rope({tokens, heads, dim, rope_dim, x, x_stride, out, out_stride, positions, table, inverse != 0, nullptr});
 }
 
+void run_rope_quant(int64_t tokens, int groups, int width, int head_dim, int rope_dim, const uint16_t* x,
+                    const int32_t* positions, const float* table, int inverse, uint8_t* codes, uint8_t* scale,
+                    float* row_scale) {
+    RowParams p = {};
+    p.num_tokens = tokens * groups, p.width = width, p.x = x, p.x_stride = static_cast<int64_t>(groups) * width;
+    p.quant = row_scale != nullptr ? Quant::kFolded : Quant::kGroup;
+    p.codes = codes, p.scale = scale, p.row_scale = row_scale;
+    launch_rope_quant(p, {groups, head_dim, rope_dim, positions, table, inverse != 0});
+}
+
 void run_hc_mix(int64_t tokens, int n, int width, const uint16_t* streams, const float* fn, const float* base,
                 const float* scale, int iters, float hc_eps, float norm_eps, float* partial, float* pre, float* post,
                 float* comb) {

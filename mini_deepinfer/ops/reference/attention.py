@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mini_deepinfer.ops.reference import number_formats as formats
+from mini_deepinfer.ops.reference.elementwise import rmsnorm, rope
 
 BLOCK_SLOTS = 64
 _TOKENS_PER_PASS = 128
@@ -41,6 +42,12 @@ def unpack_compressed(rows: torch.Tensor) -> torch.Tensor:
 
 def write_window(kv: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     scatter_rows(rows, slots, pack_window(kv))
+
+
+def write_normed_window(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, positions: torch.Tensor, table: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor
+) -> None:
+    write_window(rope(rmsnorm(x, weight, eps)[:, None], positions, table)[:, 0], rows, slots)
 
 
 def write_compressed(latent: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "hc_mix",
     "rmsnorm",
     "rope",
+    "rope_quant",
 ]
 
 
@@ -72,6 +73,16 @@ def rope(
         out[..., :-rope_dim] = x[..., :-rope_dim]
     out[..., -rope_dim:] = rotated
     return out
+
+
+def rope_quant(
+    x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, groups: int, inverse: bool = False, *, folded: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rope`, then each of the groups of heads of x [T, h, d] quantised as a row of its own: codes [T, groups, h*d/groups]."""
+    tokens, heads, dim = x.shape
+    rows = rope(x, positions, table, inverse).reshape(tokens * groups, heads // groups * dim)
+    codes, scale = act_quant_folded(rows) if folded else act_quant(rows)
+    return codes.unflatten(0, (tokens, groups)), scale.unflatten(0, (tokens, groups))
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from mini_deepinfer.ops.reference import number_formats as formats
 from mini_deepinfer.ops.reference.attention import scatter_rows
+from mini_deepinfer.ops.reference.elementwise import rope
 from mini_deepinfer.ops.reference.number_formats import dequant_mxfp4
 
 NEG_INF = float("-inf")
@@ -26,9 +27,20 @@ def write_keys(k: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None
     scatter_rows(rows, slots, pack_keys(k))
 
 
+def rope_quant_query(q: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return quant_query(rope(q, positions, table))
+
+
 def quant_query(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """q [T, Hi, Di] -> packed codes [T, Hi, Di/2], E8M0 bytes [T, Hi, Di/32]."""
     return formats.quant_mxfp4(q)
+
+
+def topk_blocks(
+    logits: torch.Tensor, visible: torch.Tensor, k: int, block_size: int, num_blocks: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """topk and candidate_blocks of the same scores."""
+    return (*topk(logits, visible, k), candidate_blocks(logits, visible, block_size, num_blocks))
 
 
 def cache_rows(
