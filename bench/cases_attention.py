@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from bench.shapes import CONTEXT_TOKENS, STEP_TOKENS, Case, strata_rows
-from mini_deepinfer.ops import attention
+from bench.shapes import CONTEXT_TOKENS, RELEASED, STEP_TOKENS, Case, strata_rows
+from mini_deepinfer.ops import attention, elementwise
 from mini_deepinfer.ops._dispatch import IMPLEMENTATIONS
 from mini_deepinfer.ops.reference import attention as reference
 
@@ -127,6 +127,45 @@ def write_case(op: str, tokens: int, row_bytes: int) -> Case:
     )  # fmt: skip
 
 
+def normed_window_case(tokens: int) -> Case:
+    """From the projection to the cache row, as part of a wider product's rows: against the separate ops, bit for bit."""
+    rope_dim = RELEASED.qk_rope_head_dim
+
+    def make(device: torch.device) -> dict[str, Any]:
+        gen = torch.Generator(device).manual_seed(6)
+        wide = torch.randn(tokens, RELEASED.q_lora_rank + DIM, generator=gen, device=device).bfloat16()
+        angle = 6.28 * torch.rand(tokens, rope_dim // 2, generator=gen, device=device)
+        return {
+            "x": wide[:, RELEASED.q_lora_rank :],
+            "weight": torch.randn(DIM, generator=gen, device=device).bfloat16(),
+            "eps": RELEASED.rms_norm_eps,
+            "positions": torch.arange(tokens, dtype=torch.int32, device=device),
+            "table": torch.stack((angle.cos(), angle.sin()), -1),
+            "rows": torch.zeros(2 * tokens, WINDOW_BYTES, dtype=torch.uint8, device=device),
+            "slots": torch.arange(tokens, 2 * tokens, dtype=torch.int32, device=device),
+        }
+
+    def run(inputs: dict[str, Any], impl: str) -> torch.Tensor:
+        attention.write_normed_window(**inputs, impl=impl)
+        return inputs["rows"]
+
+    def check(inputs: dict[str, Any], rows: torch.Tensor) -> float:
+        wanted = torch.zeros_like(rows)
+        y = elementwise.rmsnorm(inputs["x"], inputs["weight"], inputs["eps"])
+        y = elementwise.rope(y[:, None], inputs["positions"], inputs["table"])[:, 0]
+        attention.write_window(y, wanted, inputs["slots"])
+        wrong = int((rows != wanted).sum())
+        if wrong:
+            raise ValueError(f"{wrong} bytes differ")
+        return 0.0
+
+    return Case(
+        op="attention.write_normed_window", name=f"T={tokens}", params={"T": tokens, "D": DIM, "R": rope_dim, "dtype": "bf16"},
+        make=make, run=run, check=check, flops=0.0, bytes=float(tokens * (2 * DIM + WINDOW_BYTES + 8 + 4 * rope_dim)),
+        impls=IMPLEMENTATIONS["attention.write_normed_window"],
+    )  # fmt: skip
+
+
 def compress_case(tokens: int, ratio: int) -> Case:
     groups = tokens // ratio
 
@@ -157,6 +196,7 @@ CASES: list[Case] = [
     *(sparse_case(tokens, 0, "model") for tokens in (STEP_TOKENS, 256)),
     *(sparse_case(tokens, 512, "model") for tokens in (8, 1)),
     write_case("write_window", STEP_TOKENS, WINDOW_BYTES),
+    normed_window_case(STEP_TOKENS),
     write_case("write_compressed", STEP_TOKENS, COMPRESSED_BYTES),
     compress_case(STEP_TOKENS, 2),
     compress_case(STEP_TOKENS, 1),

@@ -171,6 +171,40 @@ def rope_case(tokens: int, heads: int, dim: int) -> Case:
     )
 
 
+def rope_quant_case(tokens: int) -> Case:
+    """o without its rotation, quantised by output group: against the separate ops, bit for bit."""
+    heads, dim, groups, rope_dim = RELEASED.num_attention_heads, RELEASED.head_dim, RELEASED.o_groups, RELEASED.qk_rope_head_dim
+    some = picks(tokens)
+
+    def make(device: torch.device) -> Inputs:
+        angle = torch.rand(tokens, rope_dim // 2, generator=generator(device, 2), device=device) * 6.28
+        return {
+            "x": normal(device, 1, tokens, heads, dim).bfloat16(),
+            "positions": torch.arange(tokens, dtype=torch.int32, device=device),
+            "table": torch.stack((angle.cos(), angle.sin()), -1),
+        }
+
+    def run(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor]:
+        return elementwise.rope_quant(**inputs, groups=groups, inverse=True, folded=True, impl=impl)
+
+    def check(inputs: Inputs, out: tuple[Tensor, ...]) -> float:
+        part = {**inputs, "x": inputs["x"][some], "positions": inputs["positions"][some]}
+        wanted = reference.rope_quant(**part, groups=groups, inverse=True, folded=True)
+        return worst(tuple(o[some] for o in out), wanted, (0.0, 0.0))
+
+    return Case(
+        op="elementwise.rope_quant",
+        name=f"T={tokens} h={heads} d={dim} g={groups}",
+        params={"T": tokens, "h": heads, "d": dim, "g": groups, "R": rope_dim, "dtype": "bf16"},
+        make=make,
+        run=run,
+        check=check,
+        flops=0.0,
+        bytes=3.0 * tokens * heads * dim,
+        impls=IMPLEMENTATIONS["elementwise.rope_quant"],
+    )
+
+
 def hc_inputs(tokens: int) -> Callable[[torch.device], Inputs]:
     def make(device: torch.device) -> Inputs:
         streams = (2 * normal(device, 1, tokens, STREAMS, HIDDEN)).bfloat16()
@@ -311,6 +345,7 @@ CASES: list[Case] = [
     rope_case(STEP_TOKENS, RELEASED.num_attention_heads, RELEASED.head_dim),
     rope_case(STEP_TOKENS, 1, RELEASED.head_dim),
     rope_case(STEP_TOKENS, RELEASED.index_n_heads, RELEASED.index_head_dim),
+    rope_quant_case(STEP_TOKENS),
     *(hc_mix_case(tokens) for tokens in (1, 256, STEP_TOKENS)),
     hc_collapse_norm_quant_case(STEP_TOKENS, folded=True),
     hc_expand_case(STEP_TOKENS),

@@ -227,25 +227,29 @@ def _topk_blocks_case(columns: int) -> Case:
 
 
 def _quantise_case(op: str) -> Case:
-    rows = STEP_TOKENS * HEADS if op == "quant_query" else STEP_TOKENS
+    rows = STEP_TOKENS if op == "write_keys" else STEP_TOKENS * HEADS
 
     def make(device: torch.device) -> dict[str, Any]:
         generator = torch.Generator(device).manual_seed(1)
         x = torch.randn(rows, DIM, device=device, generator=generator).bfloat16()
         if op == "quant_query":
             return {"q": x.view(STEP_TOKENS, HEADS, DIM)}
+        if op == "rope_quant_query":
+            angle = 6.28 * torch.rand(STEP_TOKENS, RELEASED.qk_rope_head_dim // 2, device=device, generator=generator)
+            positions = torch.arange(STEP_TOKENS, dtype=torch.int32, device=device)
+            return {"q": x.view(STEP_TOKENS, HEADS, DIM), "positions": positions, "table": torch.stack((angle.cos(), angle.sin()), -1)}
         slots = torch.randperm(rows, device=device, generator=generator).int()
         return {"k": x, "rows": torch.zeros(rows, ROW_BYTES, dtype=torch.uint8, device=device), "slots": slots}
 
     def run(inputs: dict[str, Any], impl: str) -> Any:
-        if op == "quant_query":
-            return indexer.quant_query(inputs["q"], impl=impl)
+        if op != "write_keys":
+            return getattr(indexer, op)(**inputs, impl=impl)
         indexer.write_keys(**inputs, impl=impl)
         return inputs["rows"]
 
     def check(inputs: dict[str, Any], out: Any) -> float:
-        if op == "quant_query":
-            wanted = reference.quant_query(inputs["q"].cpu())
+        if op != "write_keys":
+            wanted = getattr(reference, op)(*(operand.cpu() for operand in inputs.values()))
             return max(_compare(out[0], wanted[0], "codes"), _compare(out[1], wanted[1], "scale"))
         rows_wanted = torch.zeros(rows, ROW_BYTES, dtype=torch.uint8)
         reference.write_keys(inputs["k"].cpu(), rows_wanted, inputs["slots"].cpu())
@@ -280,5 +284,6 @@ CASES: list[Case] = [
     _blocks_case(131_072),
     _topk_blocks_case(131_072),
     _quantise_case("quant_query"),
+    _quantise_case("rope_quant_query"),
     _quantise_case("write_keys"),
 ]

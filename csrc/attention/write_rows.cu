@@ -3,7 +3,9 @@
 //   write_window:      s = ceilpow2(max(amax, 1e-4) / 448) per 32 elements, codes = e4m3(x / s): D codes, D/32 scales
 //   write_compressed:  s = e4m3(max(amax, 6 * 2^-9) / 6) per 16 elements, codes = e2m1(x / s): D/2 bytes, D/16 scales
 //
-// One thread per eight elements: one 16-byte load, one 8- or 4-byte store; the 4 (window) or 2 (compressed) threads of
+//   write_normed_window: write_window of bf16(rope(bf16(rmsnorm(x)))), one warp a row, with the bits of the separate ops
+//
+// Otherwise one thread per eight elements: one 16-byte load, one 8- or 4-byte store; the 4 (window) or 2 (compressed) threads of
 // a scale group are neighbours in a warp and share the maximum by shuffle. The maximum is taken over the bits of |x|, so
 // a NaN or an infinity is not lost. A negative slot writes nothing. Two equal slots: either row wins, whole or in part.
 // Limits: D a multiple of 32. Offsets are 64-bit. Memory-bound: 1,552 or 1,312 bytes a row at D = 512.

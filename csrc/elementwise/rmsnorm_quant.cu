@@ -4,6 +4,7 @@
 //     norm       y = bf16( w * (x * rstd) ),  rstd = 1 / sqrt(mean(x^2) + eps)       (rmsnorm, 3.6)
 //     group      amax over 32 columns, s = ceilpow2(max(amax, 1e-4) * fp32(1/448)), code = e4m3(y / s)   (act_quant, 8)
 //     folded     every code re-expressed at the row's largest s: one scale a row     (act_quant_folded)
+//     rope       the last columns of every head rotated (common/rotary.cuh), rounded to bf16, then group or folded (rope_quant)
 // The collapse is rounded to bf16 before the norm and the quantiser reads the rounded norm, as the separate ops would.
 //
 // Block = blockDim.y rows of blockDim.x threads. A thread owns kChunks vectors of 8 columns, vector c * blockDim.x + x, in
@@ -28,8 +29,8 @@ __global__ void __launch_bounds__(kMaxThreads) row_kernel(RowParams p) {
     row_pass<kChunks, kCollapse>(p, static_cast<int>(blockIdx.x), sum_scratch, max_scratch);
 }
 
-// Quantisation alone, of rows or of rows whose heads are rotated first. No float sums over a row, so the shape of the block is
-// free: kChunks vectors a thread, all loaded before the first is used.
+// Quantisation alone, of rows or of rows of heads that are rotated first. There are no float sums over a row, so the shape of the
+// block is free: kChunks vectors a thread, all loaded before the first is used. Bound by instructions, not by memory.
 template <int kChunks, bool kRope>
 __global__ void __launch_bounds__(kQuantThreads) quantise_kernel(RowParams p, HeadRope rope) {
     __shared__ uint32_t scratch[kQuantThreads / 32];

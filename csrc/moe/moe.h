@@ -90,8 +90,9 @@ struct SwigluQuantParams {
 };
 
 struct SwigluFoldParams {
-    SwigluQuantParams swiglu;   // codes, scale and h unused; F <= 8192
-    uint8_t* folded;            // [M, align_up(F, 128)], as of launch_fold_rows
+    SwigluQuantParams swiglu;   // codes and scale unused, h may be null; F <= 8192
+    bool expert_order;          // columns as launch_fold_rows writes them; else as they are
+    uint8_t* folded;            // [M, expert_order ? align_up(F, 128) : F]
     float* row_scale;           // [M]
 };
 

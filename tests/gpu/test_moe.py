@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mini_deepinfer.ops import _dispatch, moe
+from mini_deepinfer.ops import _dispatch, elementwise, moe
 from mini_deepinfer.ops.reference import moe as reference
 from mini_deepinfer.ops.reference import number_formats as nf
 from tests.inputs import Canary, fp4_weight, fp8_activation, generator, normal, random_bytes
@@ -334,13 +334,27 @@ def test_swiglu_quant(cuda: torch.device, m: int, f: int, limit: float, weighted
         torch.where(groups, codes.cpu().view(torch.uint8), wanted_codes.view(torch.uint8)).view(torch.float8_e4m3fn),
         wanted_codes,
     )
-    h = moe.swiglu_quant(*on_gpu, quantise=False, impl="portable")
+    h = moe.swiglu(*on_gpu, impl="portable")
     compare(h, reference.swiglu_quant(gu, row_weight, limit, quantise=False), what="h")
     again = moe.swiglu_quant(*on_gpu, impl="portable")
     assert torch.equal(again[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(again[1], scale)
     requantised = nf.quant_fp8_ue8m0(h.cpu())
     assert torch.equal(codes.cpu().view(torch.uint8), requantised[0].view(torch.uint8)), "codes are not act_quant(h)"
     assert torch.equal(scale.cpu(), requantised[1]), "scale is not act_quant(h)"
+
+
+@pytest.mark.parametrize("m, f", [(1, 32), (65, 288), (300, 2304), (4, 8192), (3, 8224)])
+def test_swiglu_quant_folded_is_swiglu_then_act_quant_folded(cuda: torch.device, m: int, f: int) -> None:
+    gu = normal(generator(m + f), m, 2 * f, scale=4.0)
+    gu[:, : f // 3] *= 1e-3  # groups at other scales
+    gu[m - 1, 5] = float("nan")
+    h, codes, row_scale = moe.swiglu_quant_folded(gu.to(cuda), 10.0, impl="portable")
+    wanted_h = moe.swiglu(gu.to(cuda), None, 10.0, impl="portable")
+    wanted_codes, wanted_scale = elementwise.act_quant_folded(wanted_h)
+    assert_bitwise(h, wanted_h, "h")
+    assert_bitwise(codes[: m - 1], wanted_codes[: m - 1], "codes")
+    assert_bitwise(row_scale[: m - 1], wanted_scale[: m - 1], "row_scale")
+    assert bool(row_scale[m - 1].isnan()) and bool(wanted_scale[m - 1].isnan())
 
 
 def test_swiglu_quant_nan_zero_and_bound(cuda: torch.device) -> None:
@@ -352,7 +366,7 @@ def test_swiglu_quant_nan_zero_and_bound(cuda: torch.device) -> None:
     gu[3, :f] = 1000.0
     gu[3, f:] = -1000.0
     bound = torch.tensor([5], dtype=torch.int32)
-    h = moe.swiglu_quant(gu.to(cuda), None, 10.0, bound.to(cuda), quantise=False, impl="portable").cpu()
+    h = moe.swiglu(gu.to(cuda), None, 10.0, bound.to(cuda), impl="portable").cpu()
     assert bool(h[0, 5].isnan()) and int(h[0].isnan().sum()) == 1
     assert bool(h[1, 40].isnan()) and int(h[1].isnan().sum()) == 1
     assert bool((h[2] == 0).all())
