@@ -38,9 +38,14 @@ constexpr int kBlockK = 128;
 constexpr int kStages = 4;
 constexpr int kConsumers = 2;               // warpgroups
 constexpr int kHalves = 2, kHalfRows = 64;  // of a warpgroup
+constexpr int kStores = 8;                  // 16-byte stores of a lane for a half
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kEmptyArrivals = kCluster * kConsumers * 4;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+#ifndef PASS_AFTER
+#define PASS_AFTER 3
+#endif
+constexpr int kPassAfter = PASS_AFTER;
 constexpr int kTurnBarrier = 1;             // + group: named barriers of 256 threads
 
 struct SharedStorage {
@@ -134,13 +139,14 @@ struct Consumer {
             for (int half = 0; half < kHalves; ++half) {
                 fence_registers(part);
                 wgmma_fence();
-                ptx::named_barrier_sync(kTurnBarrier + group, 256);
+                if (kPassAfter < 4) ptx::named_barrier_sync(kTurnBarrier + group, 256);
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
+                for (int j = 0; j < 4; ++j) {
                     wgmma_e4m3_ss<kColumns>(part, advance_descriptor(rows, half * kHalfRows * kBlockK + 32 * j),
                                             advance_descriptor(columns, 32 * j), j > 0);
-                wgmma_commit();
-                ptx::named_barrier_arrive(kTurnBarrier + (group ^ 1), 256);
+                    if (j == 3) wgmma_commit();
+                    if (j == kPassAfter) ptx::named_barrier_arrive(kTurnBarrier + (group ^ 1), 256);
+                }
                 wgmma_wait<0>();
                 fence_registers(part);
                 if (half == kHalves - 1 && lane < kCluster)  // done with the stage, in both blocks
@@ -155,7 +161,7 @@ struct Consumer {
         const int group = static_cast<int>(threadIdx.x) / 128 - 1, warp = static_cast<int>(threadIdx.x) / 32 % 4;
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const int chunk = lane % 16;  // of the eight columns that this lane stores
-        if (group == 1 && find_tile(p, 0).exists) ptx::named_barrier_arrive(kTurnBarrier, 256);  // warpgroup 0 begins
+        if (kPassAfter < 4 && group == 1 && find_tile(p, 0).exists) ptx::named_barrier_arrive(kTurnBarrier, 256);  // warpgroup 0 begins
         int round = 0;
         for (Tile tile = find_tile(p, 0); tile.exists; tile = find_tile(p, ++round)) {
             const int column = tile.first_column + chunk * 8;
@@ -163,10 +169,11 @@ struct Consumer {
             // lane l looks after row l % 16 of half l / 16 of this warp's rows
             const int first_row = tile.first_row + group * kHalves * kHalfRows + warp * 16;
             const int own_row = first_row + lane / 16 * kHalfRows + lane % 16;
-            uint32_t row_bits = 0, position = 0, column_bits[4] = {};
+            uint32_t row_bits = 0, column_bits[4] = {};
+            int position = 0;
             if (own_row < p.num_rows) {
                 row_bits = scale_bits(p.row_scale[static_cast<int64_t>(own_row) * p.groups + group_of_columns]) * 0x10001u;
-                if (p.table != nullptr) position = static_cast<uint32_t>(p.positions[own_row]);
+                if (p.table != nullptr) position = p.positions[own_row];
             }
             if (column < p.num_columns) {
                 const float4 low = reinterpret_cast<const float4*>(p.weight_scale + column)[0];
@@ -182,46 +189,55 @@ struct Consumer {
 #pragma unroll
                 for (int i = 0; i < kColumns / 2; ++i) sums[half][i] = 0.0f;
             multiply(group, lane, sums);
-            store(tile, first_row, row_bits, position, column_bits, sums);
+#pragma unroll
+            for (int half = 0; half < kHalves; ++half) store(tile, first_row, row_bits, position, column_bits, half, sums[half]);
         }
-        if (group == 0 && round > 0) ptx::named_barrier_sync(kTurnBarrier, 256);  // takes the last turn that warpgroup 1 gave
+        if (kPassAfter < 4 && group == 0 && round > 0) ptx::named_barrier_sync(kTurnBarrier, 256);  // takes the last turn that warpgroup 1 gave
     }
 
-    __device__ __forceinline__ void store(const Tile& tile, int first_row, uint32_t row_bits, uint32_t position,
-                                          const uint32_t (&column_bits)[4], const float (&sums)[kHalves][kColumns / 2]) {
-            const int thread = reload_thread(), lane = thread % 32, chunk = lane % 16;
-            const int column = tile.first_column + chunk * 8;
-            const int rotary = p.table == nullptr ? -1 : column % p.head_dim - (p.head_dim - p.rope_dim);
-            uint8_t* staged = shared.staged[thread / 32 - 4];
-            // stmatrix: lane l gives row l % 16 of columns 8 (l / 16) .. of each pair of column blocks
-            const uint32_t target = ptx::smem_address(staged) + lane % 16 * (kColumns * 2);
+    // One half of a warp's rows: sums -> bf16 -> [row][16 chunks] in shared memory -> scaled, rotated -> global memory
+    __device__ __forceinline__ void store(const Tile& tile, int first_row, uint32_t row_bits, int position,
+                                          const uint32_t (&column_bits)[4], int half, const float (&sums)[kColumns / 2]) {
+        const int thread = reload_thread(), lane = thread % 32, chunk = lane % 16;
+        uint8_t* staged = shared.staged[thread / 32 - 4];
+        __syncwarp();  // the previous half has been read
 #pragma unroll
-            for (int half = 0; half < kHalves; ++half) {
-                __syncwarp();  // the previous half has been read
+        for (int n = 0; n < kColumns / 8; n += 2)  // lane l gives the address of row l % 16 in column block n + l / 16
+            ptx::stmatrix_x4(ptx::smem_address(staged) + lane % 16 * (kColumns * 2) + ((n + lane / 16) ^ (lane % 8)) * 16,
+                             ptx::pack_bf16x2(sums[4 * n], sums[4 * n + 1]), ptx::pack_bf16x2(sums[4 * n + 2], sums[4 * n + 3]),
+                             ptx::pack_bf16x2(sums[4 * n + 4], sums[4 * n + 5]), ptx::pack_bf16x2(sums[4 * n + 6], sums[4 * n + 7]));
+        __syncwarp();
+        uint4 v[kStores];  // this lane's chunk of rows lane / 16, + 2, + 4 ..
 #pragma unroll
-                for (int n = 0; n < kColumns / 8; n += 2)
-                    ptx::stmatrix_x4(target + ((n + lane / 16) ^ (lane % 8)) * 16,
-                                     ptx::pack_bf16x2(sums[half][4 * n], sums[half][4 * n + 1]),
-                                     ptx::pack_bf16x2(sums[half][4 * n + 2], sums[half][4 * n + 3]),
-                                     ptx::pack_bf16x2(sums[half][4 * n + 4], sums[half][4 * n + 5]),
-                                     ptx::pack_bf16x2(sums[half][4 * n + 6], sums[half][4 * n + 7]));
-                __syncwarp();
+        for (int i = 0; i < kStores; ++i) {
+            const int row = 2 * i + lane / 16;
+            v[i] = *reinterpret_cast<const uint4*>(staged + row * (kColumns * 2) + (chunk ^ (row % 8)) * 16);
+        }
 #pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    const int row = 2 * i + lane / 16;
-                    const uint32_t scale = __shfl_sync(0xffffffffu, row_bits, half * 16 + row);
-                    const uint32_t at = __shfl_sync(0xffffffffu, position, half * 16 + row);
-                    uint4 v = *reinterpret_cast<const uint4*>(staged + row * (kColumns * 2) + (chunk ^ (row % 8)) * 16);
-                    v.x = bf16x2_product(bf16x2_product(v.x, column_bits[0]), scale);
-                    v.y = bf16x2_product(bf16x2_product(v.y, column_bits[1]), scale);
-                    v.z = bf16x2_product(bf16x2_product(v.z, column_bits[2]), scale);
-                    v.w = bf16x2_product(bf16x2_product(v.w, column_bits[3]), scale);
-                    if (rotary >= 0) v = rotate_eight(v, p.table + static_cast<int64_t>(at) * p.rope_dim + rotary, false);
-                    const int64_t out_row = first_row + half * kHalfRows + row;
-                    if (out_row < p.num_rows && column < p.num_columns)
-                        *reinterpret_cast<uint4*>(p.out + out_row * p.out_stride + column) = v;
+        for (int i = 0; i < kStores; ++i) {
+            const uint32_t scale = __shfl_sync(0xffffffffu, row_bits, half * 16 + 2 * i + lane / 16);
+            v[i].x = bf16x2_product(bf16x2_product(v[i].x, column_bits[0]), scale);
+            v[i].y = bf16x2_product(bf16x2_product(v[i].y, column_bits[1]), scale);
+            v[i].z = bf16x2_product(bf16x2_product(v[i].z, column_bits[2]), scale);
+            v[i].w = bf16x2_product(bf16x2_product(v[i].w, column_bits[3]), scale);
+        }
+        const int column = tile.first_column + chunk * 8;
+        if (p.table != nullptr) {
+            const int rotary = column % p.head_dim - (p.head_dim - p.rope_dim);
+            if (__any_sync(0xffffffffu, rotary >= 0)) {
+#pragma unroll
+                for (int i = 0; i < kStores; ++i) {
+                    const int at = __shfl_sync(0xffffffffu, position, half * 16 + 2 * i + lane / 16);
+                    if (rotary >= 0) v[i] = rotate_eight(v[i], p.table + static_cast<int64_t>(at) * p.rope_dim + rotary, false);
                 }
             }
+        }
+        const int row = first_row + half * kHalfRows + lane / 16;
+        bf16* out = p.out + row * p.out_stride + column;
+        const int rows_left = column < p.num_columns ? p.num_rows - row : 0;
+#pragma unroll
+        for (int i = 0; i < kStores; ++i)
+            if (2 * i < rows_left) *reinterpret_cast<uint4*>(out + 2 * i * p.out_stride) = v[i];
     }
 };
 
