@@ -79,7 +79,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--profile", nargs="?", const="profile", type=Path, metavar="DIR", help="write torch profiler traces there")
     add("--ep-loopback", type=int, default=1, help="act as rank 0 of this many ranks in one process")
     add("--num-experts", type=int, help="with dummy weights: routed experts instead of the model's (what a small group can hold)")
-    add("--no_cuda_graph", "--no-cuda-graph", action="store_true", help="run eagerly (the only mode there is)")
+    add("--no_cuda_graph", "--no-cuda-graph", action="store_true", help="as always: prefill steps run eagerly")
     add("--device", choices=["auto", "cuda", "cpu"], default="auto")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     add("--activation-quant", action=argparse.BooleanOptionalAction, default=True)
@@ -253,16 +253,16 @@ class PrefillJob:
     def step(self) -> torch.Tensor:
         """One complete step: forward, schedule, sample. Returns the sampled ids on the host, int64 [requests].
 
-        The chunks of a prefill do not depend on what is sampled, so the next batch is built while the device works on this one: every
-        step builds one batch and runs one.
+        The chunks of a prefill do not depend on what is sampled, so the next batch is built, and its engram rows are fetched, while
+        the device works on this one: every step builds one batch and runs one.
         """
         spans = [(i, request.cached_len, request.end) for i, request in enumerate(self.workload.requests)]
         if self._next is None:
-            self._next = self._build(spans, "last")
+            self._next = self.model.prefetch(self._build(spans, "last"))
         start = time.perf_counter()
         logits = self.model.forward(self._next)
         launched = time.perf_counter()
-        self._next = self._build(spans, "last")
+        self._next = self.model.prefetch(self._build(spans, "last"))
         self.host_ms["launch"].append(1e3 * (launched - start))
         self.host_ms["build"].append(1e3 * (time.perf_counter() - launched))
         with stage("sample"):

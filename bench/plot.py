@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.result import read_rows
-from mini_deepinfer.stages import GROUPS, group_times
+from mini_deepinfer.stages import GATHER, GROUPS, SCATTER, group_times
 
 COLOURS = ("#2f6f9f", "#7fb3d5", "#e0a030", "#c0504d", "#9a9a9a")
+WAITING, WAITING_COLOUR = "waiting for other ranks", "#5a2a2a"
+LABEL_WIDTH = 26  # characters of a bar's label in a line
 
 
 def label_of(row: dict[str, Any]) -> str:
@@ -26,18 +29,27 @@ def label_of(row: dict[str, Any]) -> str:
 
 
 def draw_stages(rows: list[dict[str, Any]], axes: Any) -> None:
-    """One stacked bar per row, bottom to top in the order of the stage table."""
-    for position, row in enumerate(rows):
+    """One stacked bar per row, bottom to top in the order of the stage table; what rank 0 waits for others on top."""
+    stacks = [stack_of(row) for row in rows]
+    names = [name for name in (*GROUPS, WAITING) if name != WAITING or any(stack[WAITING] for stack in stacks)]
+    for position, (row, stack) in enumerate(zip(rows, stacks)):
         bottom = 0.0
-        for group, colour in zip(GROUPS, COLOURS):
-            ms = group_times(row["stages_ms"])[group]
-            axes.bar(position, ms, bottom=bottom, color=colour, label=group if position == 0 else None)
-            bottom += ms
+        for name, colour in zip(names, (*COLOURS, WAITING_COLOUR)):
+            axes.bar(position, stack[name], bottom=bottom, color=colour, label=name if position == 0 else None)
+            bottom += stack[name]
         axes.text(position, bottom, f"{bottom:.0f} ms\n{row['prefill_tok_per_s']:.0f} tok/s", ha="center", va="bottom")
-    axes.set_xticks(range(len(rows)), [label_of(row) for row in rows], fontsize=8)
+    labels = ["\n".join(textwrap.fill(line, LABEL_WIDTH) for line in label_of(row).splitlines()) for row in rows]
+    axes.set_xticks(range(len(rows)), labels, fontsize=8)
     axes.set_ylabel("ms per step")
     axes.margins(y=0.15)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def stack_of(row: dict[str, Any]) -> dict[str, float]:
+    """Height of every piece of a bar: the rows of the stage table, without the time in which rank 0 waited for others."""
+    waited = sum(row["stages_ms"].get(name, 0.0) for name in (GATHER, SCATTER))
+    groups = group_times({name: ms for name, ms in row["stages_ms"].items() if name not in (GATHER, SCATTER)})
+    return groups | {WAITING: waited}
 
 
 def draw_lengths(rows: list[dict[str, Any]], axes: Any) -> None:

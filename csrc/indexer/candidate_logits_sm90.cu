@@ -102,7 +102,7 @@ __device__ __forceinline__ int visible_of(const LogitsParams& p, int64_t token, 
 
 // ---- prepare ------------------------------------------------------------------------------------------------------
 
-constexpr int kPrepareThreads = 4 * kHeads;
+constexpr int kPrepareThreads = 256;
 
 // count[0..size) becomes its exclusive prefix sum; the whole thread block.
 __device__ __forceinline__ void prefix_sums(int* count, int size) {
@@ -133,15 +133,8 @@ __device__ __forceinline__ void prefix_sums(int* count, int size) {
     __syncthreads();
 }
 
-__global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p, Workspace w) {
-    extern __shared__ uint8_t shared_bytes[];
-    uint32_t* items = reinterpret_cast<uint32_t*>(shared_bytes);  // [C]
-    __shared__ int count[kMaxBuckets];
-    const int64_t token = blockIdx.x;
-    const int seq = p.seq_of_token[token], visible = visible_of(p, token, seq);
-    const int num_buckets = w.num_owners * w.num_rounds;
-    for (int i = threadIdx.x; i < num_buckets; i += kPrepareThreads) count[i] = 0;
-
+// Folds the query rows of a token into its record; threads 4 * head + quarter of whole warps. False: some row does not fold.
+__device__ __forceinline__ bool fold_query(const LogitsParams& p, int64_t token, TokenRecord& record) {
     const int head = threadIdx.x / 4, quarter = threadIdx.x % 4;
     uint32_t word[4] = {0, 0, 0, 0};
     uint32_t scale = 127;
@@ -154,13 +147,28 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
         weight = p.weights[row];
     }
     const Folded folded = fold_quarter(word, scale);
-    TokenRecord& record = w.tokens[token];
 #pragma unroll
     for (int i = 0; i < 2; ++i)
         record.fragment[head / 8][i][4 * (head % 8) + quarter] =
             make_uint4(folded.bytes[4 * i], folded.bytes[4 * i + 1], folded.bytes[4 * i + 2], folded.bytes[4 * i + 3]);
     if (quarter == 0) reinterpret_cast<uint16_t*>(record.weight)[head] = scaled_weight(weight, folded.exponent);
-    const int bad = __syncthreads_or(!(folded.ok && weight_folds(weight)));  // also: the counts are zero
+    return folded.ok && weight_folds(weight);
+}
+
+__global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p, Workspace w) {
+    // per candidate: its item and its bucket, then the items in bucket order
+    extern __shared__ uint8_t shared_bytes[];
+    uint32_t* sorted = reinterpret_cast<uint32_t*>(shared_bytes);
+    uint32_t* items = sorted + p.num_candidates;
+    uint32_t* places = items + p.num_candidates;  // bucket << 16 | rank inside it
+    __shared__ int count[kMaxBuckets];
+    const int64_t token = blockIdx.x;
+    const int seq = p.seq_of_token[token], visible = visible_of(p, token, seq);
+    const int num_buckets = w.num_owners * w.num_rounds;
+    for (int i = threadIdx.x; i < num_buckets; i += kPrepareThreads) count[i] = 0;
+    bool ok = true;
+    if (threadIdx.x < 4 * kHeads) ok = fold_query(p, token, w.tokens[token]);
+    const int bad = __syncthreads_or(!ok);  // also: the counts are zero
     if (threadIdx.x == 0) {
         w.marked_tokens[token] = bad != 0;
         if (bad != 0) atomicOr(w.any_marked, 1);
@@ -171,54 +179,63 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
     const int first = seq * w.num_blocks;             // number of the sequence's first block
     const int32_t* candidates = p.candidates + token * p.num_candidates;
     uint4* out = reinterpret_cast<uint4*>(p.out + token * p.out_stride);
+#pragma unroll 4
     for (int i = threadIdx.x; i < p.num_candidates; i += kPrepareThreads) {
         const int id = candidates[i];
+        uint32_t place = 0xffffffffu;
         if (id >= 0 && id < limit) {
-            const int turn = (first + id) / w.num_owners;
-            atomicAdd(&count[turn / w.num_slots * w.num_owners + (first + id) - turn * w.num_owners], 1);
+            const int turn = (first + id) / w.num_owners, round = turn / w.num_slots;
+            const int bucket = round * w.num_owners + (first + id) - turn * w.num_owners;
+            place = static_cast<uint32_t>(bucket) << 16 | static_cast<uint32_t>(atomicAdd(&count[bucket], 1));
+            items[i] = make_item(i, turn - round * w.num_slots, min_of(kBlockKeys, visible - id * kBlockKeys));
         } else {
             const uint32_t pair = kNegInfBf16 * 0x10001u;
             out[i] = make_uint4(pair, pair, pair, pair);
         }
+        places[i] = place;
     }
+    __syncthreads();
+    const int last = count[num_buckets - 1];
     __syncthreads();
     prefix_sums(count, num_buckets);
+    const int num_items = count[num_buckets - 1] + last;
     uint16_t* offsets = w.offsets + token * (kMaxBuckets + 1);
-    for (int i = threadIdx.x; i < num_buckets; i += kPrepareThreads) offsets[i] = static_cast<uint16_t>(count[i]);
+    for (int i = threadIdx.x; i <= num_buckets; i += kPrepareThreads)
+        offsets[i] = static_cast<uint16_t>(i < num_buckets ? count[i] : num_items);
+    for (int i = threadIdx.x; i < p.num_candidates; i += kPrepareThreads)
+        if (places[i] != 0xffffffffu) sorted[count[places[i] >> 16] + static_cast<int>(places[i] & 0xffffu)] = items[i];
     __syncthreads();
-    for (int i = threadIdx.x; i < p.num_candidates; i += kPrepareThreads) {
-        const int id = candidates[i];
-        if (id < 0 || id >= limit) continue;
-        const int turn = (first + id) / w.num_owners, round = turn / w.num_slots;
-        const int at = atomicAdd(&count[round * w.num_owners + (first + id) - turn * w.num_owners], 1);
-        items[at] = make_item(i, turn - round * w.num_slots, min_of(kBlockKeys, visible - id * kBlockKeys));
-    }
-    __syncthreads();
-    const int num_items = count[num_buckets - 1];
-    if (threadIdx.x == 0) offsets[num_buckets] = static_cast<uint16_t>(num_items);
-    for (int i = threadIdx.x; i < num_items; i += kPrepareThreads) w.items[token * p.num_candidates + i] = items[i];
+    for (int i = threadIdx.x; i < num_items; i += kPrepareThreads) w.items[token * p.num_candidates + i] = sorted[i];
 }
 
 // ---- score --------------------------------------------------------------------------------------------------------
 
-// Folds block `number` of all blocks into shared memory; one warp. Nothing happens where nobody sees it.
-__device__ __forceinline__ void fold_block(const LogitsParams& p, const Workspace& w, int number, uint8_t* rows, int lane) {
+// A lane's quarter of a key row of block `number` of all blocks: lanes 4 * key + quarter.
+struct PackedQuarter {
+    uint32_t word[4], scale;
+    bool here;  // somebody sees the block; the same in all lanes
+};
+
+__device__ __forceinline__ PackedQuarter load_block(const LogitsParams& p, const Workspace& w, int number, int lane) {
     const int seq = number / w.num_blocks, block = number - seq * w.num_blocks;
-    if (seq >= p.num_seqs) return;
-    const int most = w.most_visible[seq];
-    if (block * kBlockKeys >= most) return;
+    const int most = seq < p.num_seqs ? w.most_visible[seq] : 0;
     const int entry = block * kBlockKeys + lane / 4, quarter = lane % 4;
-    uint32_t word[4] = {0, 0, 0, 0};
-    uint32_t scale = 127;
+    PackedQuarter out = {{0, 0, 0, 0}, 127, block * kBlockKeys < most};
     if (entry < most) {
         const int page = p.page_table[static_cast<int64_t>(seq) * p.pages_per_seq + entry / p.entries_per_page];
         const int64_t row = static_cast<int64_t>(page) * p.entries_per_page + entry % p.entries_per_page;
         const uint8_t* source = p.keys + row * KeyRow<kDim>::kBytes;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) word[i] = reinterpret_cast<const uint32_t*>(source)[4 * quarter + i];
-        scale = source[KeyRow<kDim>::kCodeBytes + quarter];
+        for (int i = 0; i < 4; ++i) out.word[i] = reinterpret_cast<const uint32_t*>(source)[4 * quarter + i];
+        out.scale = source[KeyRow<kDim>::kCodeBytes + quarter];
     }
-    const Folded folded = fold_quarter(word, scale);
+    return out;
+}
+
+// Folds a block into shared memory; one warp.
+__device__ __forceinline__ void store_block(const Workspace& w, int number, const PackedQuarter& packed, uint8_t* rows, int lane) {
+    if (!packed.here) return;
+    const Folded folded = fold_quarter(packed.word, packed.scale);
     // lanes of keys 0..3 write steps 0 and 1 of themselves and the key 4 further on, lanes of keys 4..7 steps 2 and 3
     const bool first = lane < 16;
     uint32_t mine[4], other[4];
@@ -234,7 +251,7 @@ __device__ __forceinline__ void fold_block(const LogitsParams& p, const Workspac
         const uint32_t a1 = first ? mine[2 * j + 1] : other[2 * j + 1], b1 = first ? other[2 * j + 1] : mine[2 * j + 1];
         target[16 * j] = make_uint4(a0, b0, a1, b1);
     }
-    if (quarter == 0) reinterpret_cast<float*>(rows + kCodeBytes)[lane / 4] = folded.factor();
+    if (lane % 4 == 0) reinterpret_cast<float*>(rows + kCodeBytes)[lane / 4] = folded.factor();
     const bool ok = __all_sync(0xffffffffu, folded.ok) != 0;
     if (lane == 0) {
         w.marked_blocks[number] = !ok;
@@ -345,8 +362,16 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Work
         };
         fetch(warp);
         if (round > 0) __syncthreads();
-        for (int slot = warp; slot < w.num_slots; slot += kWarps)
-            fold_block(p, w, (round * w.num_slots + slot) * w.num_owners + owner, rows + slot * kBlockBytes, lane);
+        const auto number_of = [&](int slot) { return (round * w.num_slots + slot) * w.num_owners + owner; };
+        for (int slot = warp; slot < w.num_slots; slot += 4 * kWarps) {  // four blocks of a warp in flight
+            PackedQuarter packed[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) packed[i] = load_block(p, w, number_of(slot + i * kWarps), lane);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (slot + i * kWarps < w.num_slots)
+                    store_block(w, number_of(slot + i * kWarps), packed[i], rows + (slot + i * kWarps) * kBlockBytes, lane);
+        }
         __syncthreads();
 
         int begin = begin_of(warp, 0), end = begin_of(warp, 1);
@@ -442,7 +467,7 @@ void launch_candidate_logits_sm90(const LogitsParams& params) {
                cudaMemsetAsync(w.any_marked, 0, 16 + static_cast<size_t>(p.num_seqs) * sizeof(int32_t), p.stream));
     launch("indexer.candidate_logits", folded::prepare_kernel,
            {dim3(static_cast<unsigned>(p.num_tokens)), dim3(folded::kPrepareThreads),
-            static_cast<size_t>(p.num_candidates) * sizeof(uint32_t), p.stream},
+            static_cast<size_t>(p.num_candidates) * 3 * sizeof(uint32_t), p.stream},
            p, w);
     if (p.num_heads <= 8) folded::launch_score<1>(p, w);
     else if (p.num_heads <= 16) folded::launch_score<2>(p, w);

@@ -47,10 +47,10 @@ namespace {
 
 constexpr int kHeads = 32;
 constexpr int kDim = 128;
-constexpr int kTokens = 16;                   // of a unit; 8 a warpgroup
-constexpr int kGroupTokens = 8;
+constexpr int kTokens = 16;                   // of a unit
+constexpr int kGroups = 4;                    // warpgroups that score
+constexpr int kGroupTokens = kTokens / kGroups;
 constexpr int kTileKeys = 64;
-constexpr int kChunkTiles = 64;
 constexpr int kStages = 6;
 constexpr int kImageBytes = kGroupTokens * kHeads * kDim;  // one warpgroup's queries
 
@@ -59,7 +59,7 @@ struct Run {  // tokens begin..end-1 of the block belong to sequence seq; the mo
 };
 
 struct QueryMeta {
-    uint32_t weight[2][2][4][4][4];           // [warpgroup][half][j / 4][t][j % 4]: scaled weights of heads 2j, 2j + 1 of token 4 half + t
+    uint32_t weight[kGroups][4][4][4];        // [warpgroup][j / 4][t][j % 4]: scaled weights of heads 2j, 2j + 1 of its token t
     int visible[kTokens];
     Run run[kTokens];
     int num_runs;
@@ -68,7 +68,7 @@ struct QueryMeta {
 static_assert(sizeof(QueryMeta) % 16 == 0, "bulk copies move multiples of 16 bytes");
 
 struct QueryRecord {                          // 16 tokens
-    uint8_t image[2][kImageBytes];
+    uint8_t image[kGroups][kImageBytes];
     QueryMeta meta;
     uint8_t fill[1024 - sizeof(QueryMeta) % 1024];
 };
@@ -87,6 +87,7 @@ struct Workspace {
     uint8_t* marked_tiles;    // [B, tiles]
     int32_t* any_marked;      // [1]
     int num_blocks, num_tiles;
+    int num_chunks;           // a unit is a block of tokens and every tile of a chunk
 };
 
 int64_t place(int64_t num_tokens, int64_t num_seqs, int64_t num_cols, uint8_t* base, Workspace& w) {
@@ -127,15 +128,16 @@ __device__ __forceinline__ int clamped_visible(const LogitsParams& p, int token)
 }
 
 constexpr int kFoldThreads = 256;
+constexpr int kQueryThreads = 1024;
 
-__global__ void __launch_bounds__(kFoldThreads) fold_queries_kernel(LogitsParams p, Workspace w) {
+__global__ void __launch_bounds__(kQueryThreads) fold_queries_kernel(LogitsParams p, Workspace w) {
     if (blockIdx.x >= w.num_blocks) {  // largest visible count of one sequence
         const int seq = static_cast<int>(blockIdx.x) - w.num_blocks;
         __shared__ int most;
         if (threadIdx.x == 0) most = 0;
         __syncthreads();
         int mine = 0;
-        for (int token = threadIdx.x; token < p.num_tokens; token += kFoldThreads)
+        for (int token = threadIdx.x; token < p.num_tokens; token += kQueryThreads)
             if (p.seq_of_token[token] == seq) mine = max_of(mine, clamped_visible(p, token));
         atomicMax(&most, mine);
         __syncthreads();
@@ -146,7 +148,7 @@ __global__ void __launch_bounds__(kFoldThreads) fold_queries_kernel(LogitsParams
     const int first_token = static_cast<int>(blockIdx.x) * kTokens;
     const int num_tokens = min_of(kTokens, p.num_tokens - first_token);
     bool ok = true;
-    for (int item = threadIdx.x; item < kTokens * kHeads * 4; item += kFoldThreads) {
+    for (int item = threadIdx.x; item < kTokens * kHeads * 4; item += kQueryThreads) {
         const int row = item / 4, quarter = item % 4, token = row / kHeads, head = row % kHeads;
         uint32_t word[4] = {0, 0, 0, 0};
         uint32_t scale = 127;
@@ -159,11 +161,11 @@ __global__ void __launch_bounds__(kFoldThreads) fold_queries_kernel(LogitsParams
             weight = p.weights[source];
         }
         const Folded folded = fold_quarter(word, scale);
-        const int group = token / kGroupTokens, half = token / 4 % 2, t = token % 4, j = head / 2;
-        store_quarter(record.image[group], half * 128 + 8 * j + 2 * t + head % 2, quarter, folded.bytes);
+        const int group = token / kGroupTokens, t = token % kGroupTokens, j = head / 2;
+        store_quarter(record.image[group], 8 * j + 2 * t + head % 2, quarter, folded.bytes);
         ok = ok && folded.ok && weight_folds(weight);
         if (quarter == 0)
-            reinterpret_cast<uint16_t*>(&record.meta.weight[group][half][j / 4][t][j % 4])[head % 2] =
+            reinterpret_cast<uint16_t*>(&record.meta.weight[group][j / 4][t][j % 4])[head % 2] =
                 scaled_weight(weight, folded.exponent);
     }
     __shared__ int seqs[kTokens], visible[kTokens];
@@ -222,13 +224,11 @@ __global__ void __launch_bounds__(kFoldThreads) fold_keys_kernel(LogitsParams p,
 
 // ---- scoring ------------------------------------------------------------------------------------------------------
 
-constexpr int kConsumers = 2;
-constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kHalfTokens = kGroupTokens / 2;
-constexpr int kAccumulators = kHalfTokens * kHeads / 2;  // of half a tile: 64 x 128 over 128 threads
+constexpr int kThreads = (kGroups + 1) * 128;
+constexpr int kAccumulators = kTileKeys * kGroupTokens * kHeads / 128;  // a thread: 64 keys x 4 tokens x 32 heads over 128 threads
 
 struct SharedStorage {
-    alignas(1024) uint8_t queries[2][2][kImageBytes];
+    alignas(1024) uint8_t queries[2][kGroups][kImageBytes];
     struct alignas(1024) Stage {
         KeyRecord record;
     } stage[kStages];
@@ -303,11 +303,11 @@ struct Unit {
 };
 
 __device__ __forceinline__ Unit unit_of(const LogitsParams& p, const Workspace& w, int64_t index) {
-    const int chunk = static_cast<int>(index / w.num_blocks);
+    const int64_t chunk = index / w.num_blocks;
     Unit unit;
     unit.block = static_cast<int>(index % w.num_blocks);
-    unit.first_col = chunk * kChunkTiles * kTileKeys;
-    unit.end_col = min_of(unit.first_col + kChunkTiles * kTileKeys, p.num_cols);
+    unit.first_col = static_cast<int>(chunk * w.num_tiles / w.num_chunks) * kTileKeys;
+    unit.end_col = min_of(static_cast<int>((chunk + 1) * w.num_tiles / w.num_chunks) * kTileKeys, p.num_cols);
     return unit;
 }
 
@@ -325,8 +325,8 @@ struct Producer {
             const QueryRecord& record = w.queries[unit.block];
             ptx::mbarrier_wait(ptx::smem_address(&shared.query_empty[buffer]), query_phase ^ 1);
             const uint32_t query_full = ptx::smem_address(&shared.query_full[buffer]);
-            ptx::mbarrier_arrive_expect_tx(query_full, 2 * kImageBytes + sizeof(QueryMeta));
-            ptx::bulk_load(ptx::smem_address(shared.queries[buffer]), record.image, 2 * kImageBytes, query_full);
+            ptx::mbarrier_arrive_expect_tx(query_full, kGroups * kImageBytes + sizeof(QueryMeta));
+            ptx::bulk_load(ptx::smem_address(shared.queries[buffer]), record.image, kGroups * kImageBytes, query_full);
             ptx::bulk_load(ptx::smem_address(&shared.meta[buffer]), &record.meta, sizeof(QueryMeta), query_full);
             buffer ^= 1;
             query_phase ^= buffer == 0;
@@ -366,7 +366,7 @@ struct Consumer {
         bool mine;  // belongs to the current run
     };
 
-    // The products of half a tile: 64 keys x 4 tokens. Operands at shared addresses; only the low descriptor word differs.
+    // The products of a tile: 64 keys x 4 tokens. Operands at shared addresses; only the low descriptor word differs.
     static __device__ __forceinline__ void issue(uint32_t (&acc)[kAccumulators], uint32_t keys, uint32_t queries) {
         constexpr uint64_t kHigh = uint64_t{static_cast<uint32_t>(Swizzle::k128B)} << 62 | uint64_t{1024 / 16} << 32;
         const uint32_t a = keys / 16 | 1u << 16, b = queries / 16 | 1u << 16;
@@ -396,85 +396,72 @@ struct Consumer {
                                                int64_t num_units) {
         const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const bool aligned = (reinterpret_cast<uintptr_t>(p.out) & 3) == 0 && p.out_stride % 2 == 0;
+        // shared addresses in the tile loop are this one plus a constant and a multiple of the stage
+        uint32_t base = ptx::smem_address(&shared);
+        asm volatile("" : "+r"(base));
+        const auto at = [&](const void* member) {
+            return base + static_cast<uint32_t>(reinterpret_cast<uintptr_t>(member) - reinterpret_cast<uintptr_t>(&shared));
+        };
         int stage = 0, buffer = 0;
         uint32_t phase = 0, query_phase = 0;
-        const auto emit = [&](const Token& token, int column, bool plain, uint32_t pair) {
-            if (plain) *reinterpret_cast<uint32_t*>(token.row + column) = pair;
-            else store(token, column, p.num_cols, aligned, pair);
-        };
-        uint32_t acc0[kAccumulators], acc1[kAccumulators];
+        uint32_t acc[kAccumulators];
         for (int64_t index = blockIdx.x; index < num_units; index += gridDim.x) {
             const Unit unit = unit_of(p, w, index);
-            ptx::mbarrier_wait(ptx::smem_address(&shared.query_full[buffer]), query_phase);
+            ptx::mbarrier_wait(at(&shared.query_full[buffer]), query_phase);
             const QueryMeta& meta = shared.meta[buffer];
-            const uint32_t queries0 = ptx::smem_address(shared.queries[buffer][group]), queries1 = queries0 + kImageBytes / 2;
-            uint32_t weight[2][kHeads];  // bf16 in the upper half
-            Token token[2];
+            const uint32_t queries = at(shared.queries[buffer][group]);
+            uint32_t weight[kHeads];  // bf16 in the upper half
 #pragma unroll
-            for (int a = 0; a < 2; ++a) {
+            for (int i = 0; i < 4; ++i) {
+                uint32_t four[4];
+                load_shared_128(four, at(meta.weight[group][i][t]));
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    uint32_t four[4];
-                    load_shared_128(four, ptx::smem_address(meta.weight[group][a][i][t]));
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        weight[a][8 * i + 2 * j] = four[j] << 16;
-                        weight[a][8 * i + 2 * j + 1] = four[j] & 0xffff0000u;
-                    }
+                for (int j = 0; j < 4; ++j) {
+                    weight[8 * i + 2 * j] = four[j] << 16;
+                    weight[8 * i + 2 * j + 1] = four[j] & 0xffff0000u;
                 }
-                fence_registers(weight[a]);  // keeps the compiler from unpacking them again for every tile
-                const int number = group * kGroupTokens + kHalfTokens * a + t;
-                token[a].visible = meta.visible[number];
-                token[a].row = p.out + static_cast<int64_t>(unit.block * kTokens + number) * p.out_stride;
             }
+            fence_registers(weight);  // keeps the compiler from unpacking them again for every tile
+            const int number = group * kGroupTokens + t;
+            Token token;
+            token.visible = meta.visible[number];
+            token.row = p.out + static_cast<int64_t>(unit.block * kTokens + number) * p.out_stride;
             const int num_runs = meta.num_runs;
             for (int r = 0; r < num_runs; ++r) {
                 const Run run = meta.run[r];
                 const int num_tiles = tiles_of(unit, run.limit);
-                int plain = aligned ? p.num_cols : 0;  // tiles that end at or before this column need no condition in the warp
-#pragma unroll
-                for (int a = 0; a < 2; ++a) {
-                    const int number = group * kGroupTokens + kHalfTokens * a + t;
-                    token[a].mine = number >= run.begin && number < run.end;
-                    plain = min_of(plain, token[a].mine ? token[a].visible : 0);
-                }
-                plain = __reduce_min_sync(0xffffffffu, plain);
-                for (int tile = 0; tile < num_tiles; ++tile) {
-                    ptx::mbarrier_wait(ptx::smem_address(&shared.full[stage]), phase);
+                token.mine = number >= run.begin && number < run.end;
+                // tiles that end at or before this column need no condition in the warp
+                const int plain = __reduce_min_sync(0xffffffffu, aligned && token.mine ? min_of(p.num_cols, token.visible) : 0);
+                int column = unit.first_col + warp * 16 + 2 * g;
+                for (int tile = 0; tile < num_tiles; ++tile, column += kTileKeys) {
+                    const uint32_t keys = at(&shared.stage) + stage * static_cast<uint32_t>(sizeof(SharedStorage::Stage));
+                    ptx::mbarrier_wait(at(shared.full) + 8 * stage, phase);
                     __syncwarp();
-                    const uint32_t keys = ptx::smem_address(&shared.stage[stage]);
-                    const int first = unit.first_col + tile * kTileKeys, column = first + warp * 16 + 2 * g;
-                    float sum[2][2];
-                    fence_registers(acc0);
-                    fence_registers(acc1);
+                    fence_registers(acc);
                     wgmma_fence();
-                    issue(acc0, keys, queries0);
-                    wgmma_commit();
-                    issue(acc1, keys, queries1);
+                    issue(acc, keys, queries);
                     wgmma_commit();
                     const uint32_t factor = keys + kTileKeys * kDim + (warp * 16 + g) * 4;
                     const float factor_even = load_shared_float(factor), factor_odd = load_shared_float(factor + 32);
-                    wgmma_wait<1>();  // the second half runs beside the first one's head sums
-                    fence_registers(acc0);
-                    head_sums(acc0, weight[0], sum[0]);
-                    emit(token[0], column, first + kTileKeys <= plain, finish(sum[0], factor_even, factor_odd));
-                    __syncwarp();
-                    wgmma_wait<0>();
-                    fence_registers(acc1);
-                    if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(&shared.empty[stage]));
+                    wgmma_wait<0>();  // meanwhile the other warpgroups add up
+                    fence_registers(acc);
+                    if (lane == 0) ptx::mbarrier_arrive(at(shared.empty) + 8 * stage);
                     stage = stage + 1 == kStages ? 0 : stage + 1;
                     phase ^= stage == 0;
-                    head_sums(acc1, weight[1], sum[1]);
-                    emit(token[1], column, first + kTileKeys <= plain, finish(sum[1], factor_even, factor_odd));
+                    float sum[2];
+                    head_sums(acc, weight, sum);
+                    const uint32_t pair = finish(sum, factor_even, factor_odd);
+                    if (unit.first_col + (tile + 1) * kTileKeys <= plain) *reinterpret_cast<uint32_t*>(token.row + column) = pair;
+                    else store(token, column, p.num_cols, aligned, pair);
                 }
                 const int filled = unit.first_col + num_tiles * kTileKeys;
-                for (int number = group * kGroupTokens + warp; number < (group + 1) * kGroupTokens; number += 4)
-                    if (number >= run.begin && number < run.end)
-                        fill_neg_inf(p.out + static_cast<int64_t>(unit.block * kTokens + number) * p.out_stride, filled,
-                                     unit.end_col, lane);
+                const int mine = group * kGroupTokens + warp;
+                if (mine >= run.begin && mine < run.end)
+                    fill_neg_inf(p.out + static_cast<int64_t>(unit.block * kTokens + mine) * p.out_stride, filled, unit.end_col, lane);
             }
             __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(&shared.query_empty[buffer]));
+            if (lane == 0) ptx::mbarrier_arrive(at(&shared.query_empty[buffer]));
             buffer ^= 1;
             query_phase ^= buffer == 0;
         }
@@ -487,23 +474,34 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Work
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&shared.full[i]), 1);
-            ptx::mbarrier_init(ptx::smem_address(&shared.empty[i]), kConsumers * 4);
+            ptx::mbarrier_init(ptx::smem_address(&shared.empty[i]), kGroups * 4);
         }
         for (int i = 0; i < 2; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&shared.query_full[i]), 1);
-            ptx::mbarrier_init(ptx::smem_address(&shared.query_empty[i]), kConsumers * 4);
+            ptx::mbarrier_init(ptx::smem_address(&shared.query_empty[i]), kGroups * 4);
         }
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
     const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);  // known to be uniform
-    if (group == kConsumers) {
-        ptx::setmaxnreg_dec<40>();
-        if (threadIdx.x == kConsumers * 128) Producer::run(p, w, shared, num_units);
+    if (group == kGroups) {
+        ptx::setmaxnreg_dec<24>();
+        if (threadIdx.x == kGroups * 128) Producer::run(p, w, shared, num_units);
     } else {
-        ptx::setmaxnreg_inc<232>();
+        ptx::setmaxnreg_inc<112>();
         Consumer::run(p, w, shared, group, num_units);
     }
+}
+
+// Number of chunks: the SMs should end together, and a unit should be long against its start (about two tiles).
+int chunks_of(int64_t num_blocks, int num_tiles, int num_sms) {
+    int best = 1;
+    int64_t best_cost = 0;
+    for (int chunks = ceil_div(num_tiles, 128); chunks <= max_of(1, num_tiles / 16); ++chunks) {
+        const int64_t cost = ceil_div<int64_t>(num_blocks * chunks, num_sms) * (ceil_div(num_tiles, chunks) + 2);
+        if (best_cost == 0 || cost < best_cost) best = chunks, best_cost = cost;
+    }
+    return best;
 }
 
 }  // namespace
@@ -526,10 +524,11 @@ void launch_logits_sm90(const LogitsParams& params) {
     check_cuda("indexer.logits", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     check_cuda("indexer.logits", cudaMemsetAsync(w.any_marked, 0, sizeof(int32_t), p.stream));
     launch("indexer.logits", fold_queries_kernel,
-           {dim3(static_cast<unsigned>(w.num_blocks + p.num_seqs)), dim3(kFoldThreads), 0, p.stream}, p, w);
+           {dim3(static_cast<unsigned>(w.num_blocks + p.num_seqs)), dim3(kQueryThreads), 0, p.stream}, p, w);
     launch("indexer.logits", fold_keys_kernel,
            {dim3(static_cast<unsigned>(static_cast<int64_t>(p.num_seqs) * w.num_tiles)), dim3(kFoldThreads), 0, p.stream}, p, w);
-    const int64_t units = static_cast<int64_t>(w.num_blocks) * ceil_div(w.num_tiles, kChunkTiles);
+    w.num_chunks = chunks_of(w.num_blocks, w.num_tiles, num_sms);
+    const int64_t units = static_cast<int64_t>(w.num_blocks) * w.num_chunks;
     launch("indexer.logits", score_kernel,
            {dim3(static_cast<unsigned>(min_of<int64_t>(units, num_sms))), dim3(kThreads), sizeof(SharedStorage) + 1024, p.stream}, p,
            w, units);

@@ -90,8 +90,9 @@ struct SwigluQuantParams {
 };
 
 struct SwigluFoldParams {
-    SwigluQuantParams swiglu;   // codes, scale and h unused; F <= 8192
-    uint8_t* folded;            // [M, align_up(F, 128)], as of launch_fold_rows
+    SwigluQuantParams swiglu;   // codes and scale unused, h may be null; F <= 8192
+    bool expert_order;          // columns as launch_fold_rows writes them; else as they are
+    uint8_t* folded;            // [M, expert_order ? align_up(F, 128) : F]
     float* row_scale;           // [M]
 };
 
@@ -114,8 +115,7 @@ constexpr int64_t permute_num_blocks(int64_t num_slots) {
 }
 
 void launch_route(const RouteParams& params);
-constexpr int kRouteSm90Experts = 384;
-void launch_route_sm90(const RouteParams& params);  // E <= kRouteSm90Experts, x and weight on 16 bytes
+void launch_route_sm90(const RouteParams& params);
 void launch_permute(const PermuteParams& params);
 void launch_grouped_gemm(const GroupedGemmParams& params);
 void launch_fold_rows(const FoldRowsParams& params);

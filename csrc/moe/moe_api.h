@@ -9,6 +9,9 @@ namespace mdi::moe {
 
 inline void define_moe(Library& m) {
     m.def("moe_route(Tensor x, Tensor weight, Tensor bias, float scaling, Tensor(a!) ids, Tensor(b!) weights) -> ()");
+#ifdef MDI_WITH_SM90
+    m.def("moe_route_sm90(Tensor x, Tensor weight, Tensor bias, float scaling, Tensor(a!) ids, Tensor(b!) weights) -> ()");
+#endif
     m.def(
         "moe_permute(Tensor ids, int first_expert, int num_local, Tensor(a!) row_of_slot, Tensor(b!) slot_of_row, "
         "Tensor(c!) offsets, Tensor(d!) counts) -> ()");
@@ -27,6 +30,7 @@ inline void define_moe(Library& m) {
     m.def(
         "moe_swiglu_fold(Tensor gu, Tensor? row_weight, float limit, Tensor? num_rows, Tensor(a!) folded, "
         "Tensor(b!) row_scale) -> ()");
+    m.def("moe_swiglu_quant_folded(Tensor gu, float limit, Tensor(a!) h, Tensor(b!) codes, Tensor(c!) row_scale) -> ()");
     m.def(
         "moe_folded_gemm_sm90(Tensor folded, Tensor row_scale, Tensor weight, Tensor weight_scale, Tensor offsets, "
         "Tensor(a!) out, Tensor weight_row) -> ()");
@@ -43,10 +47,9 @@ inline void check_operand(const char* op, const char* name, const Tensor& tensor
     check_contiguous(op, name, tensor);
 }
 
-inline void route(const Tensor& x, const Tensor& weight, const Tensor& bias, double scaling, const Tensor& ids,
-                  const Tensor& weights) {
+inline RouteParams route_params(const Tensor& x, const Tensor& weight, const Tensor& bias, double scaling, const Tensor& ids,
+                                const Tensor& weights, const DeviceScope& scope) {
     const char* op = "moe.route";
-    const DeviceScope scope(x);
     MDI_CHECK(op, x, x.dim() == 2, "must be [T, N], got ", list_string(x.sizes()));
     MDI_CHECK(op, ids, ids.dim() == 2, "must be [T, k], got ", list_string(ids.sizes()));
     MDI_CHECK(op, bias, bias.dim() == 1, "must be [E], got ", list_string(bias.sizes()));
@@ -62,10 +65,24 @@ inline void route(const Tensor& x, const Tensor& weight, const Tensor& bias, dou
     MDI_CHECK(op, x, t < (int64_t{1} << 31), "must have fewer than 2^31 rows, got T=", t);
     MDI_CHECK_ALIGN(op, x, 16);
     MDI_CHECK_ALIGN(op, weight, 16);
-    launch_route({t, static_cast<int>(n), static_cast<int>(e), static_cast<int>(k), static_cast<float>(scaling),
-                  data<const uint16_t>(x), data<const uint16_t>(weight), data<const float>(bias), data<int32_t>(ids),
-                  data<float>(weights), scope.stream});
+    return {t, static_cast<int>(n), static_cast<int>(e), static_cast<int>(k), static_cast<float>(scaling),
+            data<const uint16_t>(x), data<const uint16_t>(weight), data<const float>(bias), data<int32_t>(ids),
+            data<float>(weights), scope.stream};
 }
+
+inline void route(const Tensor& x, const Tensor& weight, const Tensor& bias, double scaling, const Tensor& ids,
+                  const Tensor& weights) {
+    const DeviceScope scope(x);
+    launch_route(route_params(x, weight, bias, scaling, ids, weights, scope));
+}
+
+#ifdef MDI_WITH_SM90
+inline void route_sm90(const Tensor& x, const Tensor& weight, const Tensor& bias, double scaling, const Tensor& ids,
+                       const Tensor& weights) {
+    const DeviceScope scope(x);
+    launch_route_sm90(route_params(x, weight, bias, scaling, ids, weights, scope));
+}
+#endif
 
 inline PermuteParams permute_params(const char* op, const Tensor& ids, int64_t first_expert, int64_t num_local,
                                     const Tensor& row_of_slot, const Tensor& slot_of_row, const Tensor& offsets,
@@ -196,24 +213,44 @@ inline void folded_gemm_sm90(const Tensor& folded, const Tensor& row_scale, cons
 }
 #endif
 
-inline void swiglu_fold(const Tensor& gu, std::optional<Tensor> row_weight, double limit, std::optional<Tensor> num_rows,
-                        const Tensor& folded, const Tensor& row_scale) {
-    const char* op = "moe.swiglu_fold";
-    const DeviceScope scope(gu);
+inline SwigluQuantParams swiglu_fold_params(const char* op, const Tensor& gu, double limit, const Tensor& row_scale,
+                                            const DeviceScope& scope) {
     MDI_CHECK(op, gu, gu.dim() == 2, "must be [M, 2F], got ", list_string(gu.sizes()));
     const int64_t m = gu.size(0), f = gu.size(1) / 2;
     check_operand(op, "gu", gu, scope.device, ScalarType::BFloat16, {{"M", m}, {"2F", 2 * f}});
     MDI_CHECK(op, gu, f % 32 == 0 && f > 0 && f <= 8192, "must have 2F columns, F a multiple of 32 up to 8192, got F=", f);
     MDI_CHECK(op, gu, m < (int64_t{1} << 31), "must have fewer than 2^31 rows, got M=", m);
+    check_operand(op, "row_scale", row_scale, scope.device, ScalarType::Float, {{"M", m}});
+    MDI_CHECK_ALIGN(op, gu, 16);
+    return {m, static_cast<int>(f), static_cast<float>(limit), data<const uint16_t>(gu), nullptr, nullptr, nullptr, nullptr,
+            nullptr, scope.stream};
+}
+
+inline void swiglu_quant_folded(const Tensor& gu, double limit, const Tensor& h, const Tensor& codes, const Tensor& row_scale) {
+    const char* op = "moe.swiglu_quant_folded";
+    const DeviceScope scope(gu);
+    SwigluQuantParams p = swiglu_fold_params(op, gu, limit, row_scale, scope);
+    check_operand(op, "h", h, scope.device, ScalarType::BFloat16, {{"M", p.num_rows}, {"F", p.hidden}});
+    check_operand(op, "codes", codes, scope.device, ScalarType::Float8_e4m3fn, {{"M", p.num_rows}, {"F", p.hidden}});
+    MDI_CHECK_ALIGN(op, h, 16);
+    MDI_CHECK_ALIGN(op, codes, 4);
+    p.h = data<uint16_t>(h);
+    launch_swiglu_fold({p, false, data<uint8_t>(codes), data<float>(row_scale)});
+}
+
+inline void swiglu_fold(const Tensor& gu, std::optional<Tensor> row_weight, double limit, std::optional<Tensor> num_rows,
+                        const Tensor& folded, const Tensor& row_scale) {
+    const char* op = "moe.swiglu_fold";
+    const DeviceScope scope(gu);
+    SwigluQuantParams p = swiglu_fold_params(op, gu, limit, row_scale, scope);
+    const int64_t m = p.num_rows, f = p.hidden;
     if (row_weight) check_operand(op, "row_weight", *row_weight, scope.device, ScalarType::Float, {{"M", m}});
     if (num_rows) check_operand(op, "num_rows", *num_rows, scope.device, ScalarType::Int, {{"one", 1}});
     check_operand(op, "folded", folded, scope.device, ScalarType::Byte, {{"M", m}, {"F'", (f + 127) / 128 * 128}});
-    check_operand(op, "row_scale", row_scale, scope.device, ScalarType::Float, {{"M", m}});
-    MDI_CHECK_ALIGN(op, gu, 16);
     MDI_CHECK_ALIGN(op, folded, 4);
-    launch_swiglu_fold({{m, static_cast<int>(f), static_cast<float>(limit), data<const uint16_t>(gu),
-                         data<const float>(row_weight), data<const int32_t>(num_rows), nullptr, nullptr, nullptr, scope.stream},
-                        data<uint8_t>(folded), data<float>(row_scale)});
+    p.row_weight = data<const float>(row_weight);
+    p.num_rows_bound = data<const int32_t>(num_rows);
+    launch_swiglu_fold({p, true, data<uint8_t>(folded), data<float>(row_scale)});
 }
 
 inline void swiglu_quant(const Tensor& gu, std::optional<Tensor> row_weight, double limit, std::optional<Tensor> num_rows,
@@ -269,6 +306,9 @@ inline void combine(const Tensor& y, const Tensor& row_of_slot, std::optional<Te
 
 inline void implement_moe(Library& m) {
     m.impl("moe_route", TORCH_BOX(&route));
+#ifdef MDI_WITH_SM90
+    m.impl("moe_route_sm90", TORCH_BOX(&route_sm90));
+#endif
     m.impl("moe_permute", TORCH_BOX(&permute));
     m.impl("moe_dispatch", TORCH_BOX(&dispatch));
     m.impl("moe_grouped_gemm", TORCH_BOX(&grouped_gemm));
@@ -277,6 +317,7 @@ inline void implement_moe(Library& m) {
     m.impl("moe_folded_gemm_sm90", TORCH_BOX(&folded_gemm_sm90));
 #endif
     m.impl("moe_swiglu_fold", TORCH_BOX(&swiglu_fold));
+    m.impl("moe_swiglu_quant_folded", TORCH_BOX(&swiglu_quant_folded));
     m.impl("moe_swiglu_quant", TORCH_BOX(&swiglu_quant));
     m.impl("moe_combine", TORCH_BOX(&combine));
 }

@@ -6,7 +6,7 @@
 //
 // A block of 8 warps takes 32 tokens and all experts; warp w computes 32 x (kExperts / 8) logits with mma.sync
 // m16n8k16, operands come through a three-stage cp.async ring (rows of 64 columns, 16-byte chunk c of row r at
-// c ^ (r % 8)). The scores then replace the ring in shared memory and each warp selects for 4 tokens: k rounds of a
+// c ^ (r % 8)). The logits then replace the ring in shared memory and each warp selects for 4 tokens: k rounds of a
 // warp-wide maximum over order-preserving keys, then a warp-wide minimum over the ids that reach it.
 // A NaN score counts as the largest, as in a sort: the token's weights become NaN instead of hiding it.
 // SASS: HMMA
@@ -114,9 +114,9 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constan
         multiply_stage<T::kColumnTiles>(ring + step % kStages * T::kStageBytes, sums);
     }
     ptx::cp_async_wait<0>();
-    __syncthreads();  // the scores overwrite the ring
+    __syncthreads();  // the logits overwrite the ring
 
-    float* scores = reinterpret_cast<float*>(smem);  // [32][kScoreStride]
+    float* logits = reinterpret_cast<float*>(smem);  // [32][kScoreStride]
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -126,13 +126,15 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const __grid_constan
             for (int half = 0; half < 2; ++half) {
                 const int token = i * 16 + half * 8 + lane / 4;
                 const int expert = (warp * T::kColumnTiles + n) * 8 + lane % 4 * 2;
-                *reinterpret_cast<float2*>(scores + token * T::kScoreStride + expert) = make_float2(
-                    sqrt_softplus(sums[i][n][2 * half]), sqrt_softplus(sums[i][n][2 * half + 1]));
+                *reinterpret_cast<float2*>(logits + token * T::kScoreStride + expert) =
+                    make_float2(sums[i][n][2 * half], sums[i][n][2 * half + 1]);
             }
+    float bias[kExperts / 32];
+    load_bias<kExperts>(params, bias);
     __syncthreads();
     for (int token = warp; token < kTokens; token += kWarps)
         if (first_token + token < params.num_tokens)
-            select_experts<kExperts>(params, scores + token * T::kScoreStride, first_token + token);
+            select_experts<kExperts>(params, logits + token * T::kScoreStride, bias, first_token + token);
 }
 
 template <int kExperts>

@@ -17,17 +17,30 @@ MDI_DEVICE uint32_t order_key(float x) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// One warp, one token: the k best of scores + bias, written with ids ascending. scores: the token's line in shared memory,
-// kExperts long.
+// The bias of a lane's experts, lane + 32 i.
 template <int kExperts>
-MDI_DEVICE void select_experts(const RouteParams& p, const float* scores, int64_t token) {
+MDI_DEVICE void load_bias(const RouteParams& p, float (&bias)[kExperts / 32]) {
+#pragma unroll
+    for (int i = 0; i < kExperts / 32; ++i) {
+        const int expert = static_cast<int>(threadIdx.x) % 32 + 32 * i;
+        bias[i] = expert < p.num_experts ? p.bias[expert] : 0.0f;
+    }
+}
+
+// One warp, one token: the k best of scores + bias, written with ids ascending. line: the token's kExperts logits in shared
+// memory, which become scores.
+template <int kExperts>
+MDI_DEVICE void select_experts(const RouteParams& p, float* line, const float (&bias)[kExperts / 32], int64_t token) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     uint32_t keys[kExperts / 32];
 #pragma unroll
     for (int i = 0; i < kExperts / 32; ++i) {
         const int expert = lane + 32 * i;
-        keys[i] = expert < p.num_experts ? order_key(__fadd_rn(scores[expert], p.bias[expert])) : 0;
+        const float score = sqrt_softplus(line[expert]);
+        line[expert] = score;
+        keys[i] = expert < p.num_experts ? order_key(__fadd_rn(score, bias[i])) : 0;
     }
+    __syncwarp();
     float total = 0.0f, my_score = 0.0f;
     int my_id = 0;
     for (int j = 0; j < p.k; ++j) {
@@ -41,7 +54,7 @@ MDI_DEVICE void select_experts(const RouteParams& p, const float* scores, int64_
 #pragma unroll
         for (int i = 0; i < kExperts / 32; ++i)
             if (lane + 32 * i == id) keys[i] = 0;
-        const float score = scores[id];
+        const float score = line[id];
         total = j == 0 ? score : __fadd_rn(total, score);
         if (lane == j) my_id = id, my_score = score;
     }

@@ -1,15 +1,17 @@
-// Router (model spec 6.1, formulas in route.cu) on wgmma, for 193 to 384 experts. Same bits as route.cu: partial sums over
+// Router (model spec 6.1, formulas in route.cu) on wgmma, up to 384 experts (more: route.cu). Same bits as route.cu: partial sums over
 // 64 columns in the tensor core, added with fp32 rounding, columns ascending; no split over K.
 //
-// A cluster of two blocks takes 64 tokens, each block half of the experts. Block roles (416 threads):
-//   warps 0..11  three warpgroups, 64 tokens x 64 experts each: wgmma m64n64k16 on both operands in shared memory
-//   warp 12      one thread fetches stages of 64 columns by TMA: x [64 tokens] and W [192 experts], 128-byte swizzle
-// The scores of a token meet in one block: of the first 32 tokens in block 0, of the others in block 1, written over the
-// finished ring through distributed shared memory. Then a warp selects for one token at a time (route.cuh).
+// A cluster of two blocks takes 64 tokens, each block half of the experts. Block roles (384 threads):
+//   warps 0..3   one warpgroup, 64 tokens x 192 experts as 128 + 64: wgmma m64n128k16 and m64n64k16, both operands in shared
+//                memory; the partial sums of the first are added while the second is multiplied
+//   warp 4       one thread fetches stages of 64 columns by TMA: x [64 tokens] and W [192 experts], 128-byte swizzle
+//   all 12       select
+// The logits of a token meet in one block: of the first 32 tokens in block 0, of the others in block 1, written over the
+// finished ring through distributed shared memory. Then a warp scores and selects for one token at a time (route.cuh).
 //
 // Barriers: full[s] counts the producer's arrival and the bytes of a stage; empty[s] one arrival a consumer warp.
 // SASS: HGMMA
-// Shared memory: 6 stages x 32 KiB, reused for 32 x 388 scores. Limits: E <= 384, k <= 32, N a multiple of 8.
+// Shared memory: 6 stages x 32 KiB, reused for 32 x 388 logits. Limits: E <= 384, k <= 32, N a multiple of 8.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/ptx_sm90.cuh"
@@ -22,21 +24,21 @@ namespace mdi::moe {
 namespace {
 
 constexpr int kTokens = 64;                   // of a cluster
-constexpr int kExperts = kRouteSm90Experts;   // of a cluster
+constexpr int kExperts = 384;                 // of a cluster
 constexpr int kBlockExperts = kExperts / 2;
 constexpr int kBlockK = 64;
 constexpr int kStages = 6;
-constexpr int kGroupExperts = 64;             // of a warpgroup
-constexpr int kConsumerWarps = kBlockExperts / kGroupExperts * 4;
-constexpr int kThreads = (kConsumerWarps + 1) * 32;
-constexpr int kScoreStride = kExperts + 4;
+constexpr int kWide = 128, kNarrow = 64;      // the two parts of a block's experts
+constexpr int kConsumerWarps = 4, kThreads = 384;
+constexpr int kConsumerRegisters = 232, kOtherRegisters = 104;
+constexpr int kLogitStride = kExperts + 4;
 constexpr int kXBytes = kTokens * kBlockK * 2, kStageBytes = kXBytes + kBlockExperts * kBlockK * 2;
 
 struct SharedStorage {
-    alignas(1024) uint8_t ring[kStages][kStageBytes];  // x, then W; at the end float scores[kTokens / 2][kScoreStride]
+    alignas(1024) uint8_t ring[kStages][kStageBytes];  // x, then W; at the end float logits[kTokens / 2][kLogitStride]
     uint64_t full[kStages], empty[kStages];
 };
-static_assert(kTokens / 2 * kScoreStride * 4 <= kStages * kStageBytes && sizeof(SharedStorage) <= 227 * 1024, "shared memory");
+static_assert(kTokens / 2 * kLogitStride * 4 <= kStages * kStageBytes && sizeof(SharedStorage) <= 227 * 1024, "shared memory");
 
 struct Maps {
     CUtensorMap x, weight;
@@ -53,33 +55,52 @@ __device__ __forceinline__ void produce(SharedStorage& shared, const Maps& maps,
     }
 }
 
-// sums: the logits of this warpgroup's 64 tokens x 64 experts
-__device__ __forceinline__ void multiply(SharedStorage& shared, int num_steps, float (&sums)[kGroupExperts / 2]) {
-    const int group = static_cast<int>(threadIdx.x) / 128;
+// part = 64 columns of x times those of kExperts rows of W
+template <int kExperts>
+__device__ __forceinline__ void multiply(uint32_t x, uint32_t weight, float (&part)[kExperts / 2]) {
+    const uint64_t a = smem_descriptor_k128(x), b = smem_descriptor_k128(weight);
+    fence_registers(part);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kBlockK / 16; ++k)
+        wgmma_bf16_ss<kExperts>(part, advance_descriptor(a, k * 32), advance_descriptor(b, k * 32), k > 0);
+    wgmma_commit();
+}
+
+template <int kCount>
+__device__ __forceinline__ void add(float (&sums)[kCount], float (&part)[kCount]) {
+    fence_registers(part);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] = __fadd_rn(sums[i], part[i]);
+}
+
+// The logits of the block: element i of wide is expert 8 (i / 4) + .. (wgmma_sm90.cuh), narrow is kWide experts further.
+__device__ __forceinline__ void consume(SharedStorage& shared, int num_steps, float (&wide)[kWide / 2], float (&narrow)[kNarrow / 2]) {
     for (int step = 0; step < num_steps; ++step) {
         const int stage = step % kStages;
+        const uint32_t x = ptx::smem_address(shared.ring[stage]), weight = x + kXBytes;
+        float wide_part[kWide / 2], narrow_part[kNarrow / 2];
         ptx::mbarrier_wait(ptx::smem_address(&shared.full[stage]), step / kStages % 2);
-        const uint32_t ring = ptx::smem_address(shared.ring[stage]);
-        const uint64_t x = smem_descriptor_k128(ring);
-        const uint64_t weight = smem_descriptor_k128(ring + kXBytes + group * kGroupExperts * kBlockK * 2);
-        float part[kGroupExperts / 2];
-        fence_registers(part);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kBlockK / 16; ++k)
-            wgmma_bf16_ss<kGroupExperts>(part, advance_descriptor(x, k * 32), advance_descriptor(weight, k * 32), k > 0);
-        wgmma_commit();
+        multiply<kWide>(x, weight, wide_part);
+        multiply<kNarrow>(x, weight + kWide * kBlockK * 2, narrow_part);
+        wgmma_wait<1>();
+        add(wide, wide_part);  // while the narrow part is multiplied
         wgmma_wait<0>();
-        fence_registers(part);
         if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::smem_address(&shared.empty[stage]));
-#pragma unroll
-        for (int i = 0; i < kGroupExperts / 2; ++i) sums[i] = __fadd_rn(sums[i], part[i]);
+        add(narrow, narrow_part);
     }
 }
 
 // st.shared::cluster.v2.f32
 __device__ __forceinline__ void store_in_cluster(uint32_t address, float a, float b) {
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+
+template <int kExperts>
+__device__ __forceinline__ void store_logits(uint32_t line, const float (&sums)[kExperts / 2]) {
+#pragma unroll
+    for (int i = 0; i < kExperts / 2; i += 2)
+        store_in_cluster(line + (i / 2 % 2 * 8 * kLogitStride + i / 4 * 8) * 4, sums[i], sums[i + 1]);
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
@@ -98,30 +119,34 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
 
-    float sums[kGroupExperts / 2] = {};
-    if (warp == kConsumerWarps) {
-        if (lane == 0) produce(shared, maps, num_steps, static_cast<int32_t>(first_token), rank * kBlockExperts);
-        __syncwarp();
-    } else {
-        multiply(shared, num_steps, sums);
-    }
-    ptx::cluster_arrive();  // both blocks are done with their rings: the scores may overwrite them
-    ptx::cluster_wait();
-    float* scores = reinterpret_cast<float*>(shared.ring);  // [kTokens / 2][kScoreStride]
+    float* logits = reinterpret_cast<float*>(shared.ring);  // [kTokens / 2][kLogitStride]
     if (warp < kConsumerWarps) {
-        const int row = warp % 4 * 16 + lane / 4;  // of element 0; warps 0 and 1 of a warpgroup hold the first 32 tokens
-        const uint32_t line = ptx::map_to_rank(ptx::smem_address(scores + row % 32 * kScoreStride), static_cast<uint32_t>(row / 32));
-        const int expert = rank * kBlockExperts + warp / 4 * kGroupExperts + lane % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < kGroupExperts / 2; i += 2)
-            store_in_cluster(line + (i / 2 % 2 * 8 * kScoreStride + expert + i / 4 * 8) * 4, sqrt_softplus(sums[i]),
-                             sqrt_softplus(sums[i + 1]));
+        ptx::setmaxnreg_inc<kConsumerRegisters>();
+        float wide[kWide / 2] = {}, narrow[kNarrow / 2] = {};
+        consume(shared, num_steps, wide, narrow);
+        ptx::cluster_arrive();  // both blocks are done with their rings: the logits may overwrite them
+        ptx::cluster_wait();
+        const int row = warp * 16 + lane / 4;  // of element 0; the second half of the tokens goes to block 1
+        const uint32_t line = ptx::map_to_rank(ptx::smem_address(logits + row % 32 * kLogitStride + rank * kBlockExperts + lane % 4 * 2),
+                                               static_cast<uint32_t>(row / 32));
+        store_logits<kWide>(line, wide);
+        store_logits<kNarrow>(line + kWide * 4, narrow);
+        ptx::setmaxnreg_dec<kOtherRegisters>();
+    } else {
+        ptx::setmaxnreg_dec<kOtherRegisters>();
+        if (warp == kConsumerWarps && lane == 0)
+            produce(shared, maps, num_steps, static_cast<int32_t>(first_token), rank * kBlockExperts);
+        __syncwarp();
+        ptx::cluster_arrive();
+        ptx::cluster_wait();
     }
+    float bias[kExperts / 32];
+    load_bias<kExperts>(params, bias);
     ptx::cluster_arrive();
     ptx::cluster_wait();
     for (int row = warp; row < kTokens / 2; row += kThreads / 32) {
         const int64_t token = first_token + rank * (kTokens / 2) + row;
-        if (token < params.num_tokens) select_experts<kExperts>(params, scores + row * kScoreStride, token);
+        if (token < params.num_tokens) select_experts<kExperts>(params, logits + row * kLogitStride, bias, token);
     }
 }
 
@@ -129,6 +154,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 void launch_route_sm90(const RouteParams& params) {
     constexpr const char* op = "moe.route_sm90";
+    if (params.num_experts > kExperts) return launch_route(params);
     if (params.num_tokens == 0) return;
     const auto hidden = static_cast<uint64_t>(params.hidden);
     Maps maps;

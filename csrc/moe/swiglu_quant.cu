@@ -9,8 +9,9 @@
 // walks over rows; rows at or past *num_rows_bound are neither read nor written, so a buffer sized for the worst case
 // costs nothing. NaN passes the clamps (comparisons are false for NaN, unlike fmin), makes its group's scale byte 255
 // and so reaches the product. A zero group gets the scale of the floor, 2^-22.
-// swiglu_fold goes on to the folded form of fold_rows in the same pass, with the same bits: one row per block, the
-// largest scale of the row through shared memory.
+// swiglu_fold goes on to one scale per row (performance.md 5) in the same pass, with the same bits: in the column order of
+// fold_rows for the expert products, or in plain order and with h beside it for a dense one. One row per block, the largest
+// scale of the row through shared memory.
 // Memory: 4F + 1.03F bytes a row. Limits: F a multiple of 32; swiglu_fold F <= 8192.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
@@ -96,13 +97,15 @@ __global__ void __launch_bounds__(kMaxThreads) swiglu_quant_kernel(const __grid_
     }
 }
 
-// One row per block; thread `part` has columns 8 part .. 8 part + 7, parts past F write the zeros up to a multiple of 128.
+// One row per block; thread `part` has columns 8 part .. 8 part + 7. In expert order parts past F write the zeros up to a
+// multiple of 128.
 __global__ void __launch_bounds__(kMaxFoldThreads) swiglu_fold_kernel(const __grid_constant__ SwigluFoldParams params) {
     __shared__ uint32_t largest_of_warp[2][32];
     const SwigluQuantParams& p = params.swiglu;
     const int part = static_cast<int>(threadIdx.x), warp = part / 32, num_warps = static_cast<int>(blockDim.x) / 32;
-    const int parts = p.hidden / kColumns, padded = align_up(p.hidden, 128);
-    const int word = folded_word(2 * part);  // words 2 part and 2 part + 1 stay 4 apart
+    const int parts = p.hidden / kColumns, width = params.expert_order ? align_up(p.hidden, 128) : p.hidden;
+    const int word = params.expert_order ? folded_word(2 * part) : 2 * part;
+    const int step = params.expert_order ? 4 : 1;  // from word 2 part to 2 part + 1
     int64_t rows = p.num_rows;
     if (p.num_rows_bound) rows = min(rows, static_cast<int64_t>(*p.num_rows_bound));
     int turn = 0;  // two sets of maxima: one barrier a row is enough
@@ -116,11 +119,12 @@ __global__ void __launch_bounds__(kMaxFoldThreads) swiglu_fold_kernel(const __gr
         __syncthreads();
         uint32_t largest = 0;
         for (int w = 0; w < num_warps; ++w) largest = max(largest, largest_of_warp[turn][w]);
-        if (part * kColumns < padded) {
+        if (p.h && valid) *reinterpret_cast<uint4*>(p.h + row * p.hidden + part * kColumns) = h;
+        if (part * kColumns < width) {
             const int shift = static_cast<int>(largest) - static_cast<int>(scale);
-            uint32_t* folded = reinterpret_cast<uint32_t*>(params.folded + row * padded);
+            uint32_t* folded = reinterpret_cast<uint32_t*>(params.folded + row * width);
             folded[word] = valid ? shift_codes(codes.x, shift) : 0u;
-            folded[word + 4] = valid ? shift_codes(codes.y, shift) : 0u;
+            folded[word + step] = valid ? shift_codes(codes.y, shift) : 0u;
         }
         if (part == 0) params.row_scale[row] = e8m0_decode(static_cast<uint8_t>(largest));
     }

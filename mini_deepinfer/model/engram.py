@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -56,7 +57,12 @@ class RowFetch:
 
 
 class FixedRows(RowFetch):
-    """Rows of up to `size` tokens in buffers that stay where they are, for steps that replay a graph: `fill` before each step."""
+    """Rows of up to `size` tokens in buffers that stay where they are, for steps that replay graphs: `fill` before each use.
+
+    before_use is called when a layer asks for the rows, while the step is being captured: the graph that uses them begins there.
+    """
+
+    before_use: Callable[[], None] | None = None
 
     def __init__(self, table: EngramTable, rows_per_token: int, size: int, device: torch.device) -> None:
         self._table = table
@@ -68,11 +74,14 @@ class FixedRows(RowFetch):
     def fill(self, row_ids: torch.Tensor) -> None:
         """Rows of the first tokens: row_ids CPU int64 [T, rows per token]. Enqueues the copies on the current stream."""
         for target, part in zip((self._codes, self._scale), self._table.gather(row_ids.flatten())):
-            host = part.view(row_ids.shape[0], -1)
-            target[: len(host)].copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+            staging = torch.empty(row_ids.shape[0], target.shape[1], dtype=torch.uint8, pin_memory=target.is_cuda)
+            staging.numpy()[...] = part.numpy().reshape(staging.shape)  # a few KB: not worth the library's threads
+            target[: len(staging)].copy_(staging, non_blocking=True)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As RowFetch.wait: all rows of the buffers."""
+        if self.before_use is not None:
+            self.before_use()
         return self._codes, self._scale
 
 

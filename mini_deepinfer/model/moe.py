@@ -81,10 +81,13 @@ class MoE:
     def _shared(self, act: Activation) -> torch.Tensor:
         with stage("moe.shared"):
             gate_up = fp8_linear(act, self.shared_w13)
-            h = moe.swiglu_quant(gate_up, None, self.config.swiglu_limit, None, quantise=False)
-            if isinstance(h, tuple):
-                raise TypeError("moe.swiglu_quant: wanted the unquantised rows")
-            return fp8_linear(Activation(h, self.profile), self.shared_w2)
+            limit = self.config.swiglu_limit
+            if act.quantise and Activation.folds(gate_up):
+                h, codes, row_scale = moe.swiglu_quant_folded(gate_up, limit)
+                hidden = Activation.quantised(h, codes, row_scale, self.profile, folded=True)
+            else:
+                hidden = Activation(moe.swiglu(gate_up, None, limit), self.profile)
+            return fp8_linear(hidden, self.shared_w2)
 
     def _combine_ranks(
         self, y: torch.Tensor, row_of_slot: torch.Tensor, slot_of_row: torch.Tensor, act: Activation, step: Step

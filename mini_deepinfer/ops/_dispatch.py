@@ -70,7 +70,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "indexer.cache_rows": ("portable",),
     #
     # -- moe
-    "moe.route": ("portable",),
+    "moe.route": ("sm90", "portable"),
     "moe.permute": ("portable",),
     "moe.grouped_gemm": ("sm90", "portable"),
     "moe.swiglu_quant": ("portable",),

@@ -6,9 +6,12 @@ product, F expert hidden.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
+from mini_deepinfer.ops import elementwise
 from mini_deepinfer.ops._dispatch import call, register_self_test, select
 from mini_deepinfer.ops.reference import moe as reference
 from mini_deepinfer.ops.reference import number_formats
@@ -52,7 +55,7 @@ def route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scaling: float, *, im
         RuntimeError           not contiguous, or past the kernel's limits
     Deterministic; a token's result does not depend on T. Synchronises: no. Workspace: none. NaN: counts as the largest
     score and makes the token's weights NaN.
-    Kernel: csrc/moe/route.cu. Reference: ops.reference.moe.route.
+    Kernels: csrc/moe/route_sm90.cu (E <= 384, more go to the portable one), route.cu; same bits. Reference: ops.reference.moe.route.
     """
     op = "moe.route"
     _check_dims(op, "x", x, 2, "T, N")
@@ -265,16 +268,8 @@ def grouped_gemm(
     return out
 
 
-def swiglu_quant(
-    gu: Tensor,
-    row_weight: Tensor | None,
-    limit: float,
-    num_rows: Tensor | None = None,
-    quantise: bool = True,
-    *,
-    impl: str | None = None,
-) -> tuple[Tensor, Tensor] | Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit) * row_weight, rounded, then quantised 1x32 (model spec 6.2, 8).
+def swiglu(gu: Tensor, row_weight: Tensor | None, limit: float, num_rows: Tensor | None = None, *, impl: str | None = None) -> Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) * row_weight, rounded (model spec 6.2).
 
     Shapes: M rows, F expert hidden, a multiple of 32.
         gu          [M, 2F]  bfloat16 or float32, contiguous: gate, then up
@@ -282,15 +277,73 @@ def swiglu_quant(
         limit       float    0 = no clamp; the gate is clamped from above only
         num_rows    [1]      int32 on the device or None: rows at or past it are not computed
     Returns:
-        codes [M, F] float8_e4m3fn and scale [M, F/32] uint8 E8M0; or h [M, F] of gu's dtype when quantise is False.
-        Rows at or past num_rows are uninitialised (the reference computes them).
+        h           [M, F]   of gu's dtype; rows at or past num_rows are uninitialised (the reference computes them)
     Raises:
         TypeError, ValueError  wrong dtype; wrong shape, device or limit
         RuntimeError           not contiguous, GPU or build cannot run it
-    Deterministic. Synchronises: no. Workspace: none. NaN passes the clamps; a group with NaN gets scale byte 255.
+    Deterministic. Synchronises: no. Workspace: none. NaN passes the clamps.
     Kernel: csrc/moe/swiglu_quant.cu. Reference: ops.reference.moe.swiglu_quant.
     """
     op = "moe.swiglu_quant"
+    m, f = _check_swiglu(op, gu, row_weight, limit, num_rows)
+    impl = select(op, gu, impl=impl)
+    if impl == "reference":
+        return _reference_swiglu(gu, row_weight, limit, num_rows)
+    h = torch.empty(m, f, dtype=gu.dtype, device=gu.device)
+    if m:
+        call(op, impl, gu, row_weight, float(limit), num_rows, None, None, h)
+    return h
+
+
+def swiglu_quant(
+    gu: Tensor, row_weight: Tensor | None, limit: float, num_rows: Tensor | None = None, *, impl: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """`swiglu`, then quantised 1x32 (model spec 6.2, 8).
+
+    Operands, errors and guarantees as `swiglu`.
+    Returns:
+        codes [M, F] float8_e4m3fn and scale [M, F/32] uint8 E8M0; a group with NaN gets scale byte 255
+    Kernel: csrc/moe/swiglu_quant.cu. Reference: ops.reference.moe.swiglu_quant.
+    """
+    op = "moe.swiglu_quant"
+    m, f = _check_swiglu(op, gu, row_weight, limit, num_rows)
+    impl = select(op, gu, impl=impl)
+    if impl == "reference":
+        codes, scale = reference.swiglu_quant(gu, row_weight, limit, num_rows)
+        return codes, scale
+    codes = torch.empty(m, f, dtype=torch.float8_e4m3fn, device=gu.device)
+    scale = torch.empty(m, f // 32, dtype=torch.uint8, device=gu.device)
+    if m:
+        call(op, impl, gu, row_weight, float(limit), num_rows, codes, scale, None)
+    return codes, scale
+
+
+def swiglu_quant_folded(gu: Tensor, limit: float, *, impl: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """`swiglu` and `elementwise.act_quant_folded` of its result in one pass, with the bits of the two ops.
+
+    Shapes: M rows, F hidden, a multiple of 32; gu and limit as in swiglu.
+    Returns:
+        h         [M, F]  of gu's dtype
+        codes     [M, F]  float8_e4m3fn
+        row_scale [M]     float32, a power of two (NaN when the row of h holds NaN or Inf)
+    Kernel: csrc/moe/swiglu_quant.cu (F <= 8192; wider rows take the two ops).
+    """
+    op = "moe.swiglu_quant"
+    m, f = _check_swiglu(op, gu, None, limit, None)
+    impl = select(op, gu, impl=impl)
+    if impl == "reference" or f > _MAX_FOLD_HIDDEN:
+        h = swiglu(gu, None, limit, impl=impl)
+        return h, *elementwise.act_quant_folded(h, impl="reference" if impl == "reference" else None)
+    h = torch.empty(m, f, dtype=gu.dtype, device=gu.device)
+    codes = torch.empty(m, f, dtype=torch.float8_e4m3fn, device=gu.device)
+    row_scale = torch.empty(m, dtype=torch.float32, device=gu.device)
+    if m:
+        call("moe.swiglu_quant_folded", impl, gu, float(limit), h, codes, row_scale)
+    return h, codes, row_scale
+
+
+def _check_swiglu(op: str, gu: Tensor, row_weight: Tensor | None, limit: float, num_rows: Tensor | None) -> tuple[int, int]:
+    """Checks the operands of the SwiGLU ops; returns M and F."""
     _check_dims(op, "gu", gu, 2, "M, 2F")
     m, f = gu.shape[0], gu.shape[1] // 2
     if gu.shape[1] % 64 or f == 0:
@@ -302,19 +355,11 @@ def swiglu_quant(
         _check(op, "num_rows", num_rows, (torch.int32,), gu.device, one=1)
     if not limit >= 0:
         raise ValueError(f"{op}: limit must be >= 0 (0 = no clamp), got {limit}")
-    impl = select(op, gu, impl=impl)
-    if impl == "reference":
-        return reference.swiglu_quant(gu, row_weight, limit, num_rows, quantise)
-    if not quantise:
-        h = torch.empty(m, f, dtype=gu.dtype, device=gu.device)
-        if m:
-            call(op, impl, gu, row_weight, float(limit), num_rows, None, None, h)
-        return h
-    codes = torch.empty(m, f, dtype=torch.float8_e4m3fn, device=gu.device)
-    scale = torch.empty(m, f // 32, dtype=torch.uint8, device=gu.device)
-    if m:
-        call(op, impl, gu, row_weight, float(limit), num_rows, codes, scale, None)
-    return codes, scale
+    return m, f
+
+
+def _reference_swiglu(gu: Tensor, row_weight: Tensor | None, limit: float, num_rows: Tensor | None) -> Tensor:
+    return cast(Tensor, reference.swiglu_quant(gu, row_weight, limit, num_rows, quantise=False))
 
 
 def experts(
@@ -356,9 +401,11 @@ def experts(
             y = torch.empty(m, w2.shape[1], dtype=out_dtype, device=codes.device)
             call("moe.folded_gemm", "sm90", folded, row_scale, w2, w2_scale, offsets, y, row_byte)
             return y
-    h = swiglu_quant(gate_up, row_weight, limit, bound, quantise=scale is not None)
-    h_codes, h_scale = h if isinstance(h, tuple) else (h, None)
-    return grouped_gemm(h_codes, h_scale, w2, w2_scale, offsets, None, out_dtype=out_dtype, impl=impl)
+    if scale is None:
+        h, h_scale = swiglu(gate_up, row_weight, limit, bound), None
+    else:
+        h, h_scale = swiglu_quant(gate_up, row_weight, limit, bound)
+    return grouped_gemm(h, h_scale, w2, w2_scale, offsets, None, out_dtype=out_dtype, impl=impl)
 
 
 def combine(y: Tensor, row_of_slot: Tensor, shared: Tensor | None, out_dtype: torch.dtype, *, impl: str | None = None) -> Tensor:
@@ -428,7 +475,7 @@ register_self_test("moe.permute", _self_test_inputs, lambda i, impl: permute(i["
 register_self_test(
     "moe.swiglu_quant",
     _self_test_inputs,
-    lambda i, impl: swiglu_quant(i["gu"], i["row_weight"], 10.0, quantise=False, impl=impl),
+    lambda i, impl: swiglu(i["gu"], i["row_weight"], 10.0, impl=impl),
     bound=2.0**-8,
 )
 register_self_test(

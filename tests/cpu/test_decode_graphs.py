@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mini_deepinfer import decode_graphs
+from mini_deepinfer import cli, decode_graphs
 from mini_deepinfer.batch import ChunkRequest, build_batch, decode_arrays, engram_rows
-from mini_deepinfer.config import NumericProfile
+from mini_deepinfer.config import EngineConfig, NumericProfile
 from mini_deepinfer.decode_graphs import DecodeGraphs, lengths_up_to, sizes_up_to
 from mini_deepinfer.parallel import Loopback, SingleProcess
 from mini_deepinfer.stages import StageTimer
@@ -123,6 +123,68 @@ def test_what_fits(monkeypatch):
         assert not graphs.fits([one])
 
 
+def test_a_capture_that_fails_costs_nothing_but_the_graphs(monkeypatch, caplog):
+    prompts = [prompt(length, seed=length) for length in (5, 9)]
+    want, want_logits = run(make_llm(), prompts, 5)
+    llm = make_llm()
+    graphs = llm.graphs = padded(llm)
+    graphs.capture = True
+
+    class Fails:
+        def __init__(self, *args, **kwargs) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Fails)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    got, logits = run(llm, prompts, 5)
+    assert [output.token_ids for output in got] == [output.token_ids for output in want]
+    assert all(torch.equal(a, b) for a, b in zip(logits, want_logits))
+    assert graphs.failed and len(graphs.shapes) == 1 and graphs.num_replays == 0
+    assert caplog.text.count("capturing 2 requests up to") == 1
+
+
+def test_a_step_is_cut_where_engram_rows_are_used(monkeypatch):
+    """One graph per piece; a replay fills the rows of a layer before the piece that uses them, and after the one before."""
+    events: list[str] = []
+    llm = make_llm(num_pages=16, max_model_len=32)
+    graphs = padded(llm)
+    graphs.capture = True
+
+    class Graph:
+        def replay(self) -> None:
+            events.append(f"replay {graphs._shapes[2, 32].graphs.index(self)}")
+
+    class Capture:
+        open = 0
+
+        def __init__(self, graph, pool, capture_error_mode) -> None:
+            assert isinstance(graph, Graph)
+
+        def __enter__(self) -> None:
+            assert Capture.open == 0, "captures never overlap"
+            Capture.open += 1
+
+        def __exit__(self, *error) -> None:
+            Capture.open -= 1
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    text = np.array(prompt(12))
+    requests = [ChunkRequest(text, 10, 11, slot, list(range(3 * slot, 3 * slot + 3))) for slot in range(2)]
+    graphs.forward(requests)
+    shape = graphs._shapes[2, 32]
+    assert Capture.open == 0 and len(shape.rows) >= 1 and len(shape.graphs) == 1 + len(shape.rows)
+    assert all(rows.before_use is None for rows in shape.rows)
+    for index, rows in enumerate(shape.rows):
+        monkeypatch.setattr(rows, "fill", lambda ids, i=index: events.append(f"fill {i} {list(ids.shape)}"))
+    assert graphs.forward(requests).shape == (2, llm.config.vocab_size)
+    per_token = (llm.config.engram_max_ngram_size - 1) * llm.config.engram_n_heads
+    assert events == ["replay 0"] + [e for i in range(len(shape.rows)) for e in (f"fill {i} {[2, per_token]}", f"replay {i + 1}")]
+    assert graphs.num_replays == 1
+
+
 def test_the_largest_counts_of_a_shape():
     """Widths that are fixed for a shape are those of its longest request."""
     llm = make_llm(num_pages=64, max_model_len=64)
@@ -188,3 +250,11 @@ def test_engram_rows_of_all_requests_at_once(seed: int):
     for layer, got in enumerate(rows):
         assert torch.equal(got, want[:, layer])
     assert all(part.shape == (0, want.shape[2]) for part in engram_rows(llm.config, [], llm.hasher))
+
+
+@pytest.mark.parametrize(
+    "flags, on", [([], True), (["--no_cuda_graph"], False), (["--no-cuda-graph"], False), (["--cuda-graph", "off"], False)]
+)
+def test_the_flag(flags, on):
+    arguments = cli.build_parser().parse_args(cli._on_off(["generate", "--model", "m", "--input", "i", "--output", "o", *flags]))
+    assert EngineConfig.from_args(arguments).cuda_graph is on

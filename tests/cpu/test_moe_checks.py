@@ -145,8 +145,9 @@ def test_swiglu_quant_refuses(launches: list[str]) -> None:
     assert launches == []
     codes, scale = moe.swiglu_quant(gu, None, 10.0)
     assert (codes.shape, scale.shape) == ((3, 64), (3, 2))
-    assert moe.swiglu_quant(gu, None, 10.0, quantise=False).shape == (3, 64)
-    assert launches == ["moe.swiglu_quant"] * 2
+    assert moe.swiglu(gu, None, 10.0).shape == (3, 64)
+    assert [t.shape for t in moe.swiglu_quant_folded(gu, 10.0)] == [(3, 64), (3, 64), (3,)]
+    assert launches == ["moe.swiglu_quant"] * 2 + ["moe.swiglu_quant_folded"]
 
 
 def test_combine_refuses(launches: list[str]) -> None:

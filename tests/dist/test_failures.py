@@ -44,7 +44,7 @@ def test_no_failure(device):
     require(device, 2)
     results = run_ranks(STEPS, 2, arguments=["none", device])
     check_all_well(results)
-    assert results[0].stdout == "RESULT\n"
+    assert results[0].stdout.endswith("RESULT\n")  # NCCL may have introduced itself before
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -121,7 +121,7 @@ def test_two_jobs_at_once(device):
     for job in jobs:
         results = job.wait(limit_s=120)
         check_all_well(results)
-        assert results[0].stdout == "RESULT\n"
+        assert results[0].stdout.endswith("RESULT\n")
 
 
 def test_port_is_taken():

@@ -78,7 +78,8 @@ def test_as_close_as_one_gpu(world, quantised, tmp_path):
             what: (scores[f"score.{index}"].float() - wanted).abs().mean().item() for what, scores in (("one", one), ("many", many))
         }
         between = mean_difference(one, many, index)
-        print(f"L{length}: one rank {errors['one']:.4f}, {world} ranks {errors['many']:.4f}, between {between:.4f}, bound {bounds[length]:.4f}")
+        means = f"one rank {errors['one']:.4f}, {world} ranks {errors['many']:.4f}, between {between:.4f}"
+        print(f"L{length}: {means}, bound {bounds[length]:.4f}")
         assert max(errors.values()) <= bounds[length]
         assert between <= bounds[length]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mini_deepinfer.ops import _dispatch, moe
+from mini_deepinfer.ops import _dispatch, elementwise, moe
 from mini_deepinfer.ops.reference import moe as reference
 from mini_deepinfer.ops.reference import number_formats as nf
 from tests.inputs import Canary, fp4_weight, fp8_activation, generator, normal, random_bytes
@@ -334,13 +334,27 @@ def test_swiglu_quant(cuda: torch.device, m: int, f: int, limit: float, weighted
         torch.where(groups, codes.cpu().view(torch.uint8), wanted_codes.view(torch.uint8)).view(torch.float8_e4m3fn),
         wanted_codes,
     )
-    h = moe.swiglu_quant(*on_gpu, quantise=False, impl="portable")
+    h = moe.swiglu(*on_gpu, impl="portable")
     compare(h, reference.swiglu_quant(gu, row_weight, limit, quantise=False), what="h")
     again = moe.swiglu_quant(*on_gpu, impl="portable")
     assert torch.equal(again[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(again[1], scale)
     requantised = nf.quant_fp8_ue8m0(h.cpu())
     assert torch.equal(codes.cpu().view(torch.uint8), requantised[0].view(torch.uint8)), "codes are not act_quant(h)"
     assert torch.equal(scale.cpu(), requantised[1]), "scale is not act_quant(h)"
+
+
+@pytest.mark.parametrize("m, f", [(1, 32), (65, 288), (300, 2304), (4, 8192), (3, 8224)])
+def test_swiglu_quant_folded_is_swiglu_then_act_quant_folded(cuda: torch.device, m: int, f: int) -> None:
+    gu = normal(generator(m + f), m, 2 * f, scale=4.0)
+    gu[:, : f // 3] *= 1e-3  # groups at other scales
+    gu[m - 1, 5] = float("nan")
+    h, codes, row_scale = moe.swiglu_quant_folded(gu.to(cuda), 10.0, impl="portable")
+    wanted_h = moe.swiglu(gu.to(cuda), None, 10.0, impl="portable")
+    wanted_codes, wanted_scale = elementwise.act_quant_folded(wanted_h)
+    assert_bitwise(h, wanted_h, "h")
+    assert_bitwise(codes[: m - 1], wanted_codes[: m - 1], "codes")
+    assert_bitwise(row_scale[: m - 1], wanted_scale[: m - 1], "row_scale")
+    assert bool(row_scale[m - 1].isnan()) and bool(wanted_scale[m - 1].isnan())
 
 
 def test_swiglu_quant_nan_zero_and_bound(cuda: torch.device) -> None:
@@ -352,7 +366,7 @@ def test_swiglu_quant_nan_zero_and_bound(cuda: torch.device) -> None:
     gu[3, :f] = 1000.0
     gu[3, f:] = -1000.0
     bound = torch.tensor([5], dtype=torch.int32)
-    h = moe.swiglu_quant(gu.to(cuda), None, 10.0, bound.to(cuda), quantise=False, impl="portable").cpu()
+    h = moe.swiglu(gu.to(cuda), None, 10.0, bound.to(cuda), impl="portable").cpu()
     assert bool(h[0, 5].isnan()) and int(h[0].isnan().sum()) == 1
     assert bool(h[1, 40].isnan()) and int(h[1].isnan().sum()) == 1
     assert bool((h[2] == 0).all())
@@ -411,6 +425,13 @@ def test_combine(cuda: torch.device, tokens: int, k: int, n: int, out_dtype: tor
 # -- route -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=_dispatch.IMPLEMENTATIONS["moe.route"])
+def route_impl(request: pytest.FixtureRequest, cuda: torch.device) -> str:
+    if reason := _dispatch.why_not("moe.route", request.param, cuda):
+        pytest.skip(reason)
+    return request.param
+
+
 def check_route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scaling: float, ids: Tensor, weights: Tensor) -> None:
     """ids are a top-k of the exact scores up to rounding, weights are normalised over them."""
     logits = x.double().cpu() @ weight.double().cpu().T
@@ -432,32 +453,32 @@ def check_route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scaling: float,
     "tokens, n, experts, k",
     [(1, 32, 8, 2), (31, 96, 8, 8), (33, 160, 128, 6), (64, 512, 129, 6), (100, 1024, 256, 6), (70, 5120, 384, 6), (40, 640, 512, 32)],
 )
-def test_route(cuda: torch.device, tokens: int, n: int, experts: int, k: int) -> None:
+def test_route(cuda: torch.device, route_impl: str, tokens: int, n: int, experts: int, k: int) -> None:
     g = generator(tokens + n)
     x, weight = normal(g, tokens, n), normal(g, experts, n, scale=n**-0.5)
     bias = torch.randn(experts, generator=g) * 0.1
     args = (x.to(cuda), weight.to(cuda), bias.to(cuda), k, 1.5)
-    ids, weights = moe.route(*args, impl="portable")
+    ids, weights = moe.route(*args, impl=route_impl)
     check_route(x, weight, bias, k, 1.5, ids, weights)
     ref_ids, ref_weights = reference.route(x, weight, bias, k, 1.5)
     same = (ids.cpu() == ref_ids).all(1)
     assert int((~same).sum()) <= max(1, tokens // 50), "near ties are rare"
     assert torch.allclose(weights.cpu()[same], ref_weights[same], rtol=3e-5, atol=1e-7)
-    again = moe.route(*args, impl="portable")
+    again = moe.route(*args, impl=route_impl)
     assert torch.equal(again[0], ids) and torch.equal(again[1], weights)
 
 
-def test_route_ties_go_to_the_lower_id(cuda: torch.device) -> None:
+def test_route_ties_go_to_the_lower_id(cuda: torch.device, route_impl: str) -> None:
     x = torch.zeros(3, 64, dtype=torch.bfloat16)
     weight = normal(generator(5), 40, 64)
     bias = torch.zeros(40)
     bias[[7, 33, 21]] = 1.0
-    ids, weights = moe.route(x.to(cuda), weight.to(cuda), bias.to(cuda), 6, 1.5, impl="portable")
+    ids, weights = moe.route(x.to(cuda), weight.to(cuda), bias.to(cuda), 6, 1.5, impl=route_impl)
     assert ids.cpu().tolist() == [[0, 1, 2, 7, 21, 33]] * 3
     assert torch.allclose(weights.cpu(), torch.full((3, 6), 0.25))
 
 
-def test_route_extreme_logits(cuda: torch.device) -> None:
+def test_route_extreme_logits(cuda: torch.device, route_impl: str) -> None:
     """Above 20 softplus is the identity, below -16.64 it must not become 0, above 88 exp must not overflow."""
     logits = torch.tensor([-100.0, -87.0, -40.0, -17.0, -16.0, 0.0, 5.0, 19.0, 20.0, 20.5, 21.0, 60.0, 89.0, 200.0, 3e4])
     x = torch.zeros(2, 32, dtype=torch.bfloat16)
@@ -468,7 +489,7 @@ def test_route_extreme_logits(cuda: torch.device) -> None:
     weight[:, 1] = -logits.abs().bfloat16() - 17
     bias = torch.zeros(15)
     for k in (1, 4, 15):
-        ids, weights = moe.route(x.to(cuda), weight.to(cuda), bias.to(cuda), k, 1.5, impl="portable")
+        ids, weights = moe.route(x.to(cuda), weight.to(cuda), bias.to(cuda), k, 1.5, impl=route_impl)
         ref_ids, ref_weights = reference.route(x, weight, bias, k, 1.5)
         assert torch.equal(ids.cpu(), ref_ids)
         assert bool(weights.isfinite().all())
@@ -476,25 +497,44 @@ def test_route_extreme_logits(cuda: torch.device) -> None:
         assert torch.allclose(weights.sum(1).cpu(), torch.full((2,), 1.5), rtol=1e-5)
 
 
-def test_route_nan_token(cuda: torch.device) -> None:
+def test_route_nan_token(cuda: torch.device, route_impl: str) -> None:
     g = generator(6)
     x, weight, bias = normal(g, 40, 64), normal(g, 16, 64), torch.zeros(16)
-    clean = moe.route(x.to(cuda), weight.to(cuda), bias.to(cuda), 4, 1.0, impl="portable")
+    clean = moe.route(x.to(cuda), weight.to(cuda), bias.to(cuda), 4, 1.0, impl=route_impl)
     x[9] = float("nan")
-    ids, weights = moe.route(x.to(cuda), weight.to(cuda), bias.to(cuda), 4, 1.0, impl="portable")
+    ids, weights = moe.route(x.to(cuda), weight.to(cuda), bias.to(cuda), 4, 1.0, impl=route_impl)
     assert ids[9].cpu().tolist() == [0, 1, 2, 3] and bool(weights[9].isnan().all())
     others = [i for i in range(40) if i != 9]
     assert torch.equal(ids[others], clean[0][others]) and torch.equal(weights[others], clean[1][others])
 
 
-def test_route_does_not_depend_on_the_batch(cuda: torch.device) -> None:
+def test_route_does_not_depend_on_the_batch(cuda: torch.device, route_impl: str) -> None:
     g = generator(7)
     x, weight = normal(g, 4096, 1024).to(cuda), normal(g, 384, 1024, scale=1 / 32).to(cuda)
     bias = (torch.randn(384, generator=g) * 0.1).to(cuda)
-    ids, weights = moe.route(x, weight, bias, 6, 1.5, impl="portable")
+    ids, weights = moe.route(x, weight, bias, 6, 1.5, impl=route_impl)
     for begin, end in ((0, 1), (5, 6), (17, 50), (1000, 4096)):
-        part_ids, part_weights = moe.route(x[begin:end].contiguous(), weight, bias, 6, 1.5, impl="portable")
+        part_ids, part_weights = moe.route(x[begin:end].contiguous(), weight, bias, 6, 1.5, impl=route_impl)
         assert torch.equal(part_ids, ids[begin:end]) and torch.equal(part_weights, weights[begin:end])
+
+
+@pytest.mark.parametrize(
+    "tokens, n, experts, k", [(1, 32, 8, 2), (65, 96, 192, 6), (130, 5120, 384, 6), (4096, 5120, 384, 6), (77, 1056, 300, 32)]
+)
+def test_route_kernels_give_the_same_bits(cuda: torch.device, route_impl: str, tokens: int, n: int, experts: int, k: int) -> None:
+    g = generator(9)
+    args = (normal(g, tokens, n).to(cuda), normal(g, experts, n, scale=n**-0.5).to(cuda), torch.randn(experts, generator=g).to(cuda) * 0.1)
+    for got, wanted in zip(moe.route(*args, k, 1.5, impl=route_impl), moe.route(*args, k, 1.5, impl="portable"), strict=True):
+        assert_bitwise(got, wanted)
+
+
+def test_route_writes_nothing_outside(cuda: torch.device, route_impl: str) -> None:
+    g = generator(10)
+    x, weight, bias = normal(g, 67, 160), normal(g, 384, 160), torch.zeros(384)
+    ids, weights = Canary((67, 6), torch.int32, cuda), Canary((67, 6), torch.float32, cuda)
+    _dispatch.call("moe.route", route_impl, x.to(cuda), weight.to(cuda), bias.to(cuda), 1.5, ids.tensor, weights.tensor)
+    ids.check()
+    weights.check()
 
 
 # -- the whole sublayer ----------------------------------------------------------------------------------------------

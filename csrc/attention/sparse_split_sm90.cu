@@ -1,0 +1,287 @@
+// Sparse attention on Hopper for few tokens: a cluster of eight blocks per (token, 64 heads) instead of one block, and the same
+// bits as sparse_sm90.cu, because every step of 64 slots runs through the same instructions in the same order.
+//
+// Steps are taken in rounds of eight, one per block:
+//   1. every block expands the rows of its step to a K tile in its shared memory, and atom j of it (64 columns) also to block j,
+//      which collects the values of its 64 dims of O; then S = Q K^T;
+//   2. the largest scores of the step go to all blocks: each follows the running maximum over the steps, as one block would;
+//   3. P and the parts of the sum go to all blocks, and every block adds P V of all steps, in order, to its dims of O.
+// A token of 640 slots takes two rounds: about two steps' gathering and expansion, and Q once, in sequence instead of ten.
+//
+// 256 threads: all of them copy and expand, the first warpgroup does the products. Shared memory: Q 64 KiB, K tile 64 KiB (then P
+// of eight steps), values 64 KiB, packed rows 18 KiB (then P or O on its way out), the rest 10.3 KiB.
+// SASS: HGMMA
+#include "attention/sparse_sm90.cuh"
+#include "common/launch.h"
+
+namespace mdi::attention {
+namespace {
+
+using namespace sm90;
+
+constexpr int kRanks = kSplitBlocks;
+static_assert(kRanks == kAtoms);  // a block has an atom of V
+constexpr int kThreads = kExpanderThreads;
+
+struct SharedStorage {
+    uint8_t q[kTileBytes];
+    uint8_t keys[kTileBytes];  // of this block's step; from the second barrier of a round on P of its steps, an atom each
+    uint8_t values[kRanks][kAtomBytes];
+    union {
+        uint8_t packed[kThreads / 32][kPackedWarpBytes];
+        uint8_t out[kAtomBytes];  // P for the other blocks, and O
+    };
+    float top[kRanks][kHeads];               // largest scores of a step
+    float2 part[kRanks][kGroupThreads];      // each product thread's part of a step's sum, for its two rows
+    uint32_t valid[2];
+};
+static_assert(sizeof(SharedStorage) <= 227 * 1024);
+
+// st.shared::cluster: `address` in this block, of block `rank`
+MDI_DEVICE void store_remote(uint32_t address, int rank, const uint4& v) {
+    asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(ptx::map_to_rank(address, rank)), "r"(v.x), "r"(v.y),
+                 "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+MDI_DEVICE void store_remote(uint32_t address, int rank, float v) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(ptx::map_to_rank(address, rank)), "f"(v) : "memory");
+}
+MDI_DEVICE void store_remote(uint32_t address, int rank, float2 v) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(ptx::map_to_rank(address, rank)), "f"(v.x), "f"(v.y) : "memory");
+}
+// fence.proxy.async without a state space: ordinary stores of a cluster's blocks for wgmma
+MDI_DEVICE void fence_proxy_async_cluster() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+struct Block {
+    const SparseParams& params;
+    SharedStorage& shared;
+    int thread, warp, lane, rank;
+    int item, first_head, num_heads, num_lanes;
+
+    MDI_DEVICE Block(const SparseParams& p, SharedStorage& s) : params(p), shared(s) {
+        thread = threadIdx.x;
+        warp = thread / 32;
+        lane = thread % 32;
+        rank = ptx::cluster_rank();
+        item = blockIdx.x / kRanks;
+        first_head = first_head_of(params, item);
+        num_heads = min_of(kHeads, params.num_heads - first_head);
+        num_lanes = lanes_of(params, length_of(params, item));
+    }
+
+    // Q, permuted
+    MDI_DEVICE void load_query() const {
+        const bf16* from = params.q + token_of(params, item) * params.q_stride_token + static_cast<int64_t>(first_head) * kHeadDim;
+        const int chunk = thread % 64;
+        const uint32_t to = address_of(shared.q) + chunk / 8 * kAtomBytes;
+#pragma unroll 8
+        for (int head = thread / 64; head < kHeads; head += kThreads / 64) {
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (head < num_heads) v = __ldg(reinterpret_cast<const uint4*>(from + head * kHeadDim) + chunk);
+            store_shared_v4(to + atom_offset(head, chunk % 8), to_key_order(v));
+        }
+    }
+
+    MDI_DEVICE LaneRow row_of_step(int step, int tile_row) const {
+        const int slot = step * kSlots + tile_row;
+        const int64_t token = token_of(params, item);
+        int idx = -1;
+        if (slot < num_lanes) {
+            idx = slot < params.num_window ? params.window_idx[token * params.num_window + slot]
+                                           : params.compressed_idx[token * params.num_picks + slot - params.num_window];
+        }
+        LaneRow row;
+        row.settle(params, idx, slot);
+        return row;
+    }
+
+    // The K tile of a step, here and its atoms to the blocks that own their columns
+    // next_row: in and out, this lane's row of the step and of the one in the next round, whose bytes are fetched to L2 early
+    MDI_DEVICE void expand(int step, bool with_query, LaneRow& next_row) const {
+        const int part = Packed::part_of(lane), tile_row = warp * kWarpRows + Packed::row_of(lane);
+        Packed packed(shared.packed[warp], tile_row, lane);
+        const uint32_t keys = address_of(shared.keys), values = address_of(shared.values[rank]);
+        const LaneRow row = with_query ? row_of_step(step, tile_row) : next_row;
+        packed.start(params, row, part);
+        packed.start_second(params, row, part, keys);
+        next_row = row_of_step(step + kRanks, tile_row);
+        if (with_query) load_query();
+        if (next_row.any()) {
+            const uint8_t* bytes = next_row.window ? params.window + static_cast<int64_t>(next_row.idx) * kWindowRowBytes
+                                                   : params.compressed + static_cast<int64_t>(next_row.idx) * kCompressedRowBytes;
+            prefetch_l2(bytes + min_of(part * 128, kCompressedRowBytes - 1));
+        }
+        const LaneChunks to(0, tile_row, part);
+        const auto store = [&](uint32_t offset, const uint4& v) {
+            store_shared_v4(keys + offset, v);
+            store_remote(values + offset % kAtomBytes, offset / kAtomBytes, v);
+        };
+        Packed::wait<0>();
+        if (with_query) ptx::cluster_wait();  // all blocks have started
+        packed.take<0>(row, part, keys);
+        expand_quarter<0>(to, packed, row, part, 0, store);
+        packed.take<1>(row, part, keys);
+        expand_quarter<1>(to, packed, row, part, 0, store);
+        packed.take<2>(row, part, keys);
+        expand_quarter<2>(to, packed, row, part, 0, store);
+        packed.take<3>(row, part, keys);
+        __syncwarp();  // the second half of every window row is taken
+        expand_quarter<3>(to, packed, row, part, 0, store);
+        const uint8_t valid = valid_rows(row);
+        if (lane == 0) reinterpret_cast<uint8_t*>(shared.valid)[warp] = valid;
+    }
+
+    MDI_DEVICE void scores(float (&s)[kSlots / 2]) const {
+        const Descriptor q(shared.q, 16), k(shared.keys, 16);
+        fence_registers(s);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 16; ++i) {
+            const uint32_t offset = i / 4 * kAtomBytes + i % 4 * 32;
+            wgmma_bf16_ss<kSlots>(s, q.at(offset), k.at(offset), i > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        fence_registers(s);
+    }
+
+    MDI_DEVICE void run() {
+        ptx::cluster_arrive();
+        const int num_steps = (num_lanes + kSlots - 1) / kSlots;
+        const bool multiplies = warp < kGroupThreads / 32;
+        const int row = warp % 4 * 16 + lane / 4;  // this thread's first head, the second is row + 8
+        float s[kSlots / 2], o[kSlots / 2], m[2] = {kMaxStart, kMaxStart}, sum[2][2] = {};  // sum: of even and odd steps (a round starts with an even one), per row
+        LaneRow next_row;
+        if (rank >= num_steps) ptx::cluster_wait();
+        for (int first = 0; first < num_steps; first += kRanks) {
+            const int step = first + rank, steps = min_of(kRanks, num_steps - first);
+            const bool has_step = rank < steps;
+            if (has_step) expand(step, first == 0, next_row);
+            fence_proxy_async_cluster();
+            __syncthreads();
+            if (multiplies && has_step) {
+                scores(s);
+                float top[2] = {-INFINITY, -INFINITY};
+                scale_and_mask(s, params.softmax_scale, shared.valid[0], shared.valid[1], lane, top);
+                if (lane % 4 < 2) {
+                    const uint32_t to = address_of(&shared.top[rank][row + 8 * (lane % 4)]);
+                    for (int to_rank = 0; to_rank < kRanks; ++to_rank) store_remote(to, to_rank, lane % 4 == 0 ? top[0] : top[1]);
+                }
+            }
+            ptx::cluster_arrive();
+            ptx::cluster_wait();  // all values and largest scores are there, all K tiles are free
+
+            if (multiplies && has_step) {
+                float own_max[2] = {m[0], m[1]}, part[2];
+                for (int j = 0; j <= rank; ++j) {
+                    own_max[0] = next_max(own_max[0], shared.top[j][row]);
+                    own_max[1] = next_max(own_max[1], shared.top[j][row + 8]);
+                }
+                uint32_t p[kSlots / 4];
+                exponentiate(s, own_max, part, p);
+                AtomWriter(shared.out).store(p);
+                const uint32_t to = address_of(&shared.part[rank][thread]);
+                for (int to_rank = 0; to_rank < kRanks; ++to_rank) store_remote(to, to_rank, make_float2(part[0], part[1]));
+            }
+            __syncthreads();
+            if (has_step) {
+                const uint32_t from = address_of(shared.out), to = address_of(shared.keys) + rank * kAtomBytes;
+#pragma unroll
+                for (int chunk = thread; chunk < kAtomBytes / 16; chunk += kThreads) {
+                    const uint4 v = load_shared_v4(from + chunk * 16);
+                    for (int to_rank = 0; to_rank < kRanks; ++to_rank) store_remote(to + chunk * 16, to_rank, v);
+                }
+            }
+            fence_proxy_async_cluster();
+            ptx::cluster_arrive();
+            ptx::cluster_wait();  // P and the sums are there
+            fence_proxy_async_cluster();
+            if (multiplies) add_values(first, steps, row, m, sum, o);
+            if (first + kRanks < num_steps) {
+                ptx::cluster_arrive();
+                ptx::cluster_wait();  // values and P may be written again
+            }
+        }
+        __syncthreads();  // the packed rows of the last round are used up, `out` is free
+        if (num_steps == 0) {
+#pragma unroll
+            for (float& value : o) value = 0.f;
+        }
+        store(row, m, sum, o);
+    }
+
+    // O += P V of a round's steps for this block's dims
+    MDI_DEVICE void add_values(int first, int steps, int row, float (&m)[2], float (&sum)[2][2], float (&o)[kSlots / 2]) const {
+        for (int j = 0; j < steps; ++j) {
+            const float new_max[2] = {next_max(m[0], shared.top[j][row]), next_max(m[1], shared.top[j][row + 8])};
+            const float alpha[2] = {ptx::exp2_approx(m[0] - new_max[0]), ptx::exp2_approx(m[1] - new_max[1])};
+            const float2 part = shared.part[j][thread];
+#pragma unroll
+            for (int f = 0; f < 2; ++f) {
+                m[f] = new_max[f];
+#pragma unroll
+                for (int parity = 0; parity < 2; ++parity) {
+                    sum[parity][f] = __fmul_rn(sum[parity][f], alpha[f]) + ((j & 1) == parity ? (f == 0 ? part.x : part.y) : 0.f);
+                }
+            }
+            const bool started = first + j > 0;
+            if (started) {
+#pragma unroll
+                for (int i = 0; i < kSlots / 2; ++i) o[i] *= alpha[i / 2 % 2];
+            }
+            const Descriptor p(shared.keys + j * kAtomBytes, 16), v(shared.values[j], kAtomBytes);
+            fence_registers(o);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kSlots / 16; ++k) wgmma_bf16_ss<kSlots, 0, 1>(o, p.at(k * 32), v.at(k * 2048), started || k > 0);
+            wgmma_commit();
+            wgmma_wait<0>();
+            fence_registers(o);
+        }
+    }
+
+    // o / (l + exp(sink - m)), rounded, through shared memory to 16-byte stores
+    MDI_DEVICE void store(int row, const float (&m)[2], float (&sum)[2][2], const float (&o)[kSlots / 2]) const {
+        if (warp < kGroupThreads / 32) {
+            float factor[2];
+#pragma unroll
+            for (int f = 0; f < 2; ++f) {
+                const int head = row + 8 * f;
+                const float sink = head < num_heads ? sink_of(params, first_head + head) : 0.f;
+#pragma unroll
+                for (int parity = 0; parity < 2; ++parity) {
+                    sum[parity][f] += __shfl_xor_sync(~0u, sum[parity][f], 1);
+                    sum[parity][f] += __shfl_xor_sync(~0u, sum[parity][f], 2);
+                }
+                factor[f] = output_factor(sum[0][f] + sum[1][f], sink, m[f]);
+            }
+            uint32_t pairs[16];
+#pragma unroll
+            for (int i = 0; i < 16; ++i) pairs[i] = ptx::pack_bf16x2(o[2 * i] * factor[i % 2], o[2 * i + 1] * factor[i % 2]);
+            AtomWriter(shared.out).store(pairs);
+        }
+        __syncthreads();
+        bf16* out = params.out + (static_cast<int64_t>(token_of(params, item)) * params.num_heads + first_head) * kHeadDim + rank * 64;
+#pragma unroll
+        for (int i = thread; i < kHeads * 8; i += kThreads) {
+            const int head = i / 8, chunk = i % 8;
+            const uint4 v = load_shared_v4(address_of(shared.out) + atom_offset(head, chunk));
+            if (head < num_heads) *reinterpret_cast<uint4*>(out + head * kHeadDim + chunk * 8) = from_key_order(v);
+        }
+    }
+};
+
+__global__ void __launch_bounds__(kThreads, 1) sparse_split_sm90_kernel(const __grid_constant__ SparseParams params) {
+    extern __shared__ __align__(1024) uint8_t shared_bytes[];
+    Block(params, *reinterpret_cast<SharedStorage*>(shared_bytes)).run();
+}
+
+}  // namespace
+
+void launch_sparse_split_sm90(const SparseParams& params) {
+    const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
+    launch("attention.sparse", sparse_split_sm90_kernel, {dim3(items * kRanks), dim3(kThreads), sizeof(SharedStorage), params.stream, kRanks},
+           params);
+}
+
+}  // namespace mdi::attention
