@@ -234,12 +234,13 @@ def scaled_gemm(
             call(op, impl, codes, row_scale, weight, weight_scale, *(rotation or (None, None, 0)), out)
         return out
     parts, weights, scales = (tensor.chunk(groups, dim) for tensor, dim in ((out, 1), (weight, 0), (weight_scale, 0)))
+    group_row_scale = row_scale.t().contiguous()  # the library wants each group's scales in one piece
     for g in range(groups if tokens else 0):
         product = partial(_library_product, weight=weights[g], weight_scale=scales[g])
         if batch_invariant:
-            parts[g].copy_(_by_rows(product, True, codes[:, g], row_scale[:, g]))
+            parts[g].copy_(_by_rows(product, True, codes[:, g], group_row_scale[g]))
         else:
-            product(codes[:, g], row_scale[:, g], out=parts[g])
+            product(codes[:, g], group_row_scale[g], out=parts[g])
     return out if rotation is None else rotation.apply(out)
 
 
