@@ -43,9 +43,8 @@ inline void scaled_gemm(const Tensor& codes, const Tensor& row_scale, const Tens
     MDI_CHECK_CONTIGUOUS(op, row_scale);
     check("weight", weight, ScalarType::Float8_e4m3fn, {{"O", columns}, {"K", k}});
     MDI_CHECK_CONTIGUOUS(op, weight);
-    MDI_CHECK(op, weight, columns % 8 == 0, "must have O a multiple of 8, got O=", columns);
-    MDI_CHECK(op, weight, groups == 1 || (groups > 0 && columns % (256 * groups) == 0),
-              "must have a multiple of 256 rows for each of g=", groups, " groups, got O=", columns);
+    MDI_CHECK(op, weight, groups > 0 && columns % (8 * groups) == 0, "must have a multiple of 8 rows for each of g=", groups,
+              " groups, got O=", columns);
     check("weight_scale", weight_scale, ScalarType::Float, {{"O", columns}});
     MDI_CHECK_CONTIGUOUS(op, weight_scale);
     check("out", out, ScalarType::BFloat16, {{"T", tokens}, {"O", columns}});

@@ -213,7 +213,7 @@ def scaled_gemm(
         ValueError    wrong shape
         RuntimeError  what the kernel or the library does not take
     Deterministic. Synchronises: no.
-    Kernels: csrc/linear/scaled_gemm_sm90.cu (K % 128 == 0, O % 8 == 0, O/g % 256 == 0 if g > 1), else torch._scaled_mm.
+    Kernels: csrc/linear/scaled_gemm_sm90.cu (K % 128 == 0, O/g % 8 == 0) and torch._scaled_mm.
     Reference: ops.reference.linear.scaled_gemm.
     """
     op = "linear.scaled_gemm"
@@ -229,7 +229,7 @@ def scaled_gemm(
         out = reference.linear.scaled_gemm(codes, row_scale, weight, weight_scale)
         return out if rotation is None else rotation.apply(out)
     out = torch.empty(tokens, columns, dtype=torch.bfloat16, device=codes.device)
-    if impl == "sm90" and k % 128 == 0 and columns % 8 == 0 and (groups == 1 or columns // groups % 256 == 0):
+    if impl == "sm90" and k % 128 == 0 and columns % (8 * groups) == 0:
         if tokens:
             call(op, impl, codes, row_scale, weight, weight_scale, *(rotation or (None, None, 0)), out)
         return out

@@ -42,7 +42,7 @@ def exact(codes: Tensor, row_scale: Tensor, weight: Tensor, weight_scale: Tensor
 
 SHAPES = [
     (1, 1, 128, 8), (300, 1, 640, 328), (257, 1, 1280, 512), (512, 1, 5120, 1792), (33, 8, 512, 2048), (129, 2, 4096, 512),
-    (5, 1, 8192, 640),
+    (5, 1, 8192, 640), (70, 3, 256, 240),
 ]  # fmt: skip
 
 
