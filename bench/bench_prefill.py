@@ -253,16 +253,16 @@ class PrefillJob:
     def step(self) -> torch.Tensor:
         """One complete step: forward, schedule, sample. Returns the sampled ids on the host, int64 [requests].
 
-        The chunks of a prefill do not depend on what is sampled, so the next batch is built, and its engram rows are fetched, while
-        the device works on this one: every step builds one batch and runs one.
+        The chunks of a prefill do not depend on what is sampled, so the next batch is built while the device works on this one: every
+        step builds one batch and runs one.
         """
         spans = [(i, request.cached_len, request.end) for i, request in enumerate(self.workload.requests)]
         if self._next is None:
-            self._next = self.model.prefetch(self._build(spans, "last"))
+            self._next = self._build(spans, "last")
         start = time.perf_counter()
         logits = self.model.forward(self._next)
         launched = time.perf_counter()
-        self._next = self.model.prefetch(self._build(spans, "last"))
+        self._next = self._build(spans, "last")
         self.host_ms["launch"].append(1e3 * (launched - start))
         self.host_ms["build"].append(1e3 * (time.perf_counter() - launched))
         with stage("sample"):

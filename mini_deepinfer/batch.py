@@ -81,6 +81,7 @@ def build_batch(
     """
     _check(config, requests, geometry, hasher)
     arrays = _arrays(requests, geometry)
+    arrays["token_ids"] = _concatenate([request.token_ids[request.start : request.end] for request in requests])
     layout = Layout(arrays)
     device = torch.device(device)
     tensors = layout.unpack(layout.pack(arrays, device).to(device, non_blocking=True))
@@ -110,7 +111,7 @@ def _assemble(tensors: dict[str, torch.Tensor], geometry: CacheGeometry, longest
 
 
 def _arrays(requests: Sequence[ChunkRequest], geometry: CacheGeometry) -> dict[str, np.ndarray]:
-    """The index tensors of a batch as numpy arrays, by field name; "field.r" for the fields of a CompressPlan."""
+    """The index tensors of a batch as numpy arrays, by field name; "field.r" for the fields of a CompressPlan. Not the tokens."""
     num_seqs, width, page_size = len(requests), geometry.window, geometry.page_size
     start = np.array([request.start for request in requests], dtype=np.int64)
     end = np.array([request.end for request in requests], dtype=np.int64)
@@ -127,7 +128,6 @@ def _arrays(requests: Sequence[ChunkRequest], geometry: CacheGeometry) -> dict[s
         pages[row, :count] = request.pages[:count]
 
     arrays: dict[str, np.ndarray] = {
-        "token_ids": _concatenate([request.token_ids[request.start : request.end] for request in requests]),
         "positions": positions.astype(np.int32),
         "seq_of_token": seq.astype(np.int32),
         "page_table": pages,
@@ -167,7 +167,8 @@ def _arrays(requests: Sequence[ChunkRequest], geometry: CacheGeometry) -> dict[s
 
 
 def decode_arrays(requests: Sequence[ChunkRequest], geometry: CacheGeometry, size: int, num_pages: int) -> dict[str, np.ndarray]:
-    """The arrays of a step of one token per request, padded to `size` rows and page tables of `num_pages` columns.
+    """The arrays of a step of one token per request, padded to `size` rows and page tables of `num_pages` columns. The tokens are 0:
+    nothing else depends on them.
 
     A row without a token writes nothing: its window slot is -1, it sees no window row, and what must have a target (ring
     and tail copies have no "none") goes to a row that nobody reads: its own chunk row, the scratch row behind the tails.
@@ -176,7 +177,7 @@ def decode_arrays(requests: Sequence[ChunkRequest], geometry: CacheGeometry, siz
     arrays = _arrays(requests, geometry)
     live = len(requests)
     rest = np.arange(live, size)
-    padded: dict[str, np.ndarray] = {"padding": (np.arange(size) >= live)[:, None]}
+    padded: dict[str, np.ndarray] = {"padding": (np.arange(size) >= live)[:, None], "token_ids": np.zeros(size, dtype=np.int64)}
 
     def pad(name: str, fill: Any) -> None:
         """Rows without a token get `fill`, one value or one per row."""
@@ -187,8 +188,7 @@ def decode_arrays(requests: Sequence[ChunkRequest], geometry: CacheGeometry, siz
     pages = np.zeros((size, num_pages), dtype=np.int32)
     pages[:live, : arrays["page_table"].shape[1]] = arrays["page_table"]
     padded["page_table"] = pages
-    for name in ("token_ids", "positions"):
-        pad(name, 0)
+    pad("positions", 0)
     for name in ("window_rows", "window_idx"):
         pad(name, -1)
     for name in ("ring_src", "ring_dst"):
@@ -213,10 +213,14 @@ def decode_arrays(requests: Sequence[ChunkRequest], geometry: CacheGeometry, siz
     return padded
 
 
+_Place = tuple[int, int, list[int]]  # slot, position, pages of a request
+
+
 class FixedBatch:
     """A decode step whose tensors stay where they are: `size` rows, requests of up to `longest` tokens.
 
-    `batch` is what the model gets; `fill` writes a step of at most `size` requests into its tensors.
+    `batch` is what the model gets; `fill` writes a step of at most `size` requests into its tensors. What comes after a step is nearly
+    always the same requests one token further: `prepare` builds that while the GPU works, and `fill` then only adds the tokens.
     """
 
     def __init__(self, geometry: CacheGeometry, size: int, longest: int, device: torch.device, rows: tuple[Any, ...]) -> None:
@@ -226,11 +230,33 @@ class FixedBatch:
         self._layout = Layout(arrays)
         self._buffer = self._layout.pack(arrays, device).to(device)
         self.batch = _assemble(self._layout.unpack(self._buffer), geometry, longest, rows)
+        self._prepared: tuple[list[_Place], dict[str, np.ndarray]] | None = None
+        self.num_prepared = 0  # steps that found their arrays built
 
     def fill(self, requests: Sequence[ChunkRequest]) -> None:
         """One token of each request. Enqueues one copy; the rows that the last step left are overwritten."""
-        arrays = decode_arrays(requests, self.geometry, self.size, self.num_pages)
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] == self._places(requests, 0):
+            arrays = prepared[1]
+            self.num_prepared += 1
+        else:
+            arrays = decode_arrays(requests, self.geometry, self.size, self.num_pages)
+        arrays["token_ids"][: len(requests)] = [request.token_ids[request.start] for request in requests]
         self._buffer.copy_(self._layout.pack(arrays, self.device), non_blocking=True)
+
+    def prepare(self, requests: Sequence[ChunkRequest]) -> None:
+        """After a step of these requests: build the arrays of the next one, if it stays in the shape and in the pages they have."""
+        places = self._places(requests, 1)
+        if all(len(pages) * self.geometry.page_size > start for _, start, pages in places):
+            nobody = np.zeros(0, dtype=np.int64)  # the tokens are not known yet
+            ahead = [ChunkRequest(nobody, start, start + 1, slot, pages) for slot, start, pages in places]
+            self._prepared = places, decode_arrays(ahead, self.geometry, self.size, self.num_pages)
+
+    def _places(self, requests: Sequence[ChunkRequest], further: int) -> list[_Place]:
+        """Slot, position of the token and its pages, of every request `further` tokens on."""
+        geometry = self.geometry
+        ends = [min(geometry.pages_for(request.end + further), self.num_pages) for request in requests]
+        return [(request.slot, request.start + further, list(request.pages[:end])) for request, end in zip(requests, ends)]
 
 
 def _ragged(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

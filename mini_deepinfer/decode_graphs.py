@@ -140,13 +140,15 @@ class DecodeGraphs:
         return Shape(FixedBatch(model.caches.geometry, size, longest, device, rows), rows)
 
     def _replay(self, shape: Shape, requests: Sequence[ChunkRequest]) -> None:
-        """Layer by engram layer: the host finds the next rows while the GPU works on the layers before them."""
+        """Layer by engram layer: the host finds the next rows while the GPU works on the layers before them, and at last the next
+        step's indices."""
         shape.graphs[0].replay()
         row_ids = engram_rows(self.model.config, requests, self.hasher)
         for graph, rows, ids in zip(shape.graphs[1:], shape.rows, row_ids, strict=True):
             rows.fill(ids)
             graph.replay()
         self.num_replays += 1
+        shape.batch.prepare(requests)
 
     def _capture(self, shape: Shape, name: str) -> None:
         """Record the step that has just run eagerly: everything it needs is loaded by now. Nothing is executed.

@@ -115,21 +115,20 @@ struct Producer {
     }
 
     // Q of an item: copied as it is, while the first K tile is written; then permuted in place by the thread that copied it: one
-    // chunk of every fourth head. Heads h and h + 8 have the same swizzle.
+    // chunk of every fourth head: from one to the next, bit 2 of the swizzle changes.
     static constexpr int kQuerySteps = kHeads * 64 / kProducerThreads, kHeadsPerStep = kHeads / kQuerySteps;
+    static_assert(kHeadsPerStep == 4);
     struct QueryPlace {
         int first_head, chunk;  // chunk: of 64 in a row
-        uint32_t to[2];         // even, odd steps
+        uint32_t to;
 
         MDI_DEVICE explicit QueryPlace(const SharedStorage& shared) {
             const int thread = thread_index() - kConsumers * kGroupThreads;
             first_head = thread / 64;
             chunk = thread % 64;
-            const uint32_t atom = address_of(shared.q) + chunk / 8 * kAtomBytes;
-            to[0] = atom + atom_offset(first_head, chunk % 8);
-            to[1] = atom + atom_offset(first_head + kHeadsPerStep, chunk % 8);
+            to = address_of(shared.q) + chunk / 8 * kAtomBytes + atom_offset(first_head, chunk % 8);
         }
-        MDI_DEVICE uint32_t at(int step) const { return to[step % 2] + step / 2 * (2 * kHeadsPerStep * 128); }
+        MDI_DEVICE uint32_t at(int step) const { return (to ^ (step % 2 * 64)) + step * (kHeadsPerStep * 128); }
     };
     MDI_DEVICE void start_query(int item, int item_count) const {
         int num_heads;
@@ -137,9 +136,12 @@ struct Producer {
         ptx::mbarrier_wait(address_of(&shared.q_empty), (item_count & 1) ^ 1);
         const QueryPlace place(shared);
         from += place.first_head * kHeadDim + place.chunk * 8;
+        if (num_heads == kHeads) {
 #pragma unroll
-        for (int step = 0; step < kQuerySteps; ++step) {
-            if (place.first_head + step * kHeadsPerStep < num_heads) {
+            for (int step = 0; step < kQuerySteps; ++step) ptx::cp_async_16(place.at(step), from + step * kHeadsPerStep * kHeadDim);
+        } else {
+#pragma unroll 1
+            for (int step = 0; place.first_head + step * kHeadsPerStep < num_heads; ++step) {
                 ptx::cp_async_16(place.at(step), from + step * kHeadsPerStep * kHeadDim);
             }
         }
@@ -148,16 +150,19 @@ struct Producer {
     MDI_DEVICE void finish_query(int item) const {
         const int num_heads = min_of(kHeads, params.num_heads - first_head_of(params, item));
         const QueryPlace place(shared);
+        if (num_heads < kHeads) {
+#pragma unroll 1
+            for (int step = 0; step < kQuerySteps; ++step) {
+                if (place.first_head + step * kHeadsPerStep >= num_heads) store_shared_v4(place.at(step), make_uint4(0, 0, 0, 0));
+            }
+        }
 #pragma unroll
         for (int step = 0; step < kQuerySteps; step += 4) {
             uint4 v[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[i] = load_shared_v4(place.at(step + i));
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const bool there = place.first_head + (step + i) * kHeadsPerStep < num_heads;
-                store_shared_v4(place.at(step + i), there ? to_key_order(v[i]) : make_uint4(0, 0, 0, 0));
-            }
+            for (int i = 0; i < 4; ++i) store_shared_v4(place.at(step + i), to_key_order(v[i]));
         }
         ptx::fence_proxy_async();
         __syncwarp();
@@ -196,7 +201,7 @@ struct Producer {
         int item = at.item, next_item;  // the number of items: none
         bool is_first = true, next_is_first;
         row.settle(params, load_index(params, at, tile_row), at.first_slot + tile_row);
-        packed.start(params, row, part);
+        packed.start(params, row, lane);
         at.advance(params);
         next_row.settle(params, load_index(params, at, tile_row), at.first_slot + tile_row);
         next_item = at.item;
@@ -221,11 +226,11 @@ struct Producer {
             ptx::mbarrier_wait(address_of(&shared.empty[buffer][0]), parity);
             if (windows) {
                 ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
-                packed.start_second(params, row, part, tile);
+                packed.start_second(params, row, lane, warp, tile);
             }
             write_quarter<0>(to, packed, row, part, buffer);
             packed.take<1>(row, part, tile);
-            if (only_windows) packed.start(params, next_row, part);
+            if (only_windows) packed.start(params, next_row, lane);
             write_quarter<1>(to, packed, row, part, buffer);
             if (only_windows) {
                 Packed::wait<1>();  // the next rows came after
@@ -234,7 +239,7 @@ struct Producer {
             }
             if (is_first) finish_query(item);
             packed.take<2>(row, part, tile);
-            if (!only_windows) packed.start(params, next_row, part);
+            if (!only_windows) packed.start(params, next_row, lane);
             ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
             write_quarter<2>(to, packed, row, part, buffer);
             packed.take<3>(row, part, tile);
@@ -387,11 +392,10 @@ struct Consumer {
         }
         fence_registers(s);
         if (is_last) arrive(shared.q_empty);
-        new_max[0] = m[0], new_max[1] = m[1];
-        scale_and_mask(s, params.softmax_scale, shared.valid[group][0], shared.valid[group][1], lane, new_max);
+        const float scale = mask_scores(s, params.softmax_scale, shared.valid[group][0], shared.valid[group][1], lane, new_max);
         new_max[0] = next_max(m[0], new_max[0]);
         new_max[1] = next_max(m[1], new_max[1]);
-        exponentiate(s, new_max, part, p);
+        exponentiate(s, scale, new_max, part, p);
         publish(p, new_max);
         if constexpr (kWhen == Other::kAfter) {
             wgmma_wait<0>();

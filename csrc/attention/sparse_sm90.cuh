@@ -173,7 +173,7 @@ MDI_DEVICE void expand_codes(const uint4& codes, uint32_t scale, uint4 (&out)[2]
 }
 
 // A warp's packed bytes: eight rows, copied asynchronously to shared memory and taken from there to registers as they are expanded,
-// so that the next rows are on their way meanwhile. Lane l serves row l / 2 % 8 with three other lanes: of four units of 16 bytes
+// so that the next rows are on their way meanwhile. Lane l expands row l / 2 % 8 with three other lanes: of four units of 16 bytes
 // each takes one, so that eight neighbouring lanes (four rows, two units) hit all banks, here and in the tile.
 //   compressed: unit `part` of each 64 bytes = 32 columns = four chunks of atom 2 * quarter + part / 2
 //   window: unit window_unit(part) of each 64 bytes = 16 columns = two chunks of an atom
@@ -195,28 +195,36 @@ struct Packed {
         : lane_slot(address_of(staged) + row_of(lane) * kPackedPitch),
           second((kAtoms - 2) * kAtomBytes + atom_offset(tile_row, window_unit(part_of(lane)))) {}
 
-    // Starts the copies of a compressed row or of the first half of a window row, and all scales, as one group; all lanes. A
-    // skipped row is not read.
-    MDI_DEVICE void start(const SparseParams& params, const LaneRow& from, int part) const {
+    // Starts the copies of compressed rows or of the first halves of window rows, and of all scales, as one group; all lanes. Half a
+    // warp copies the 256 bytes of a row, so that its lines are asked for once. A skipped row is not read.
+    MDI_DEVICE void start(const SparseParams& params, const LaneRow& from, int lane) const {
+        const uint32_t windows = __ballot_sync(~0u, from.window);
         __syncwarp();  // every lane has read what is overwritten
-        const uint32_t to = lane_slot + part * 16;
-        if (from.any()) {
-            const uint8_t* bytes = from.window ? params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes
-                                               : params.compressed + static_cast<int64_t>(from.idx) * kCompressedRowBytes;
-            bytes += part * 16;
+        const uint32_t to = lane_slot - row_of(lane) * kPackedPitch + lane / 16 * kPackedPitch + lane % 16 * 16;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) ptx::cp_async_16(to + 64 * i, bytes + 64 * i);
-            // Scales: 32 bytes behind the 256 codes of a compressed row, 16 behind the 512 of a window row
-            if (part < (from.window ? 1 : 2)) ptx::cp_async_16(to + 256, bytes + (from.window ? kHeadDim : 256));
+        for (int i = 0; i < kWarpRows / 2; ++i) {
+            const int holder = 4 * i + lane / 16 * 2, idx = __shfl_sync(~0u, from.idx, holder);
+            const uint8_t* bytes = (windows >> holder & 1) != 0 ? params.window + static_cast<int64_t>(idx) * kWindowRowBytes
+                                                                : params.compressed + static_cast<int64_t>(idx) * kCompressedRowBytes;
+            if (idx >= 0) ptx::cp_async_16(to + 2 * i * kPackedPitch, bytes + lane % 16 * 16);
+        }
+        // Scales: 32 bytes behind the 256 codes of a compressed row, 16 behind the 512 of a window row
+        if (from.any() && lane < 16 && (lane % 2 == 0 || !from.window)) {
+            const uint8_t* bytes = from.window ? params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes + kHeadDim
+                                               : params.compressed + static_cast<int64_t>(from.idx) * kCompressedRowBytes + kHeadDim / 2;
+            ptx::cp_async_16(lane_slot + 256 + lane % 2 * 16, bytes + lane % 2 * 16);
         }
         ptx::cp_async_commit();
     }
-    // The second half of a window row; every lane copies what it takes itself. The last two atoms of the tile must be free.
-    MDI_DEVICE void start_second(const SparseParams& params, const LaneRow& from, int part, uint32_t tile) const {
-        if (from.window) {
-            const uint8_t* bytes = params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes + kHeadDim / 2 + window_unit(part) * 16;
+    // The second halves of window rows. The last two atoms of the tile must be free.
+    MDI_DEVICE void start_second(const SparseParams& params, const LaneRow& from, int lane, int warp, uint32_t tile) const {
+        const uint32_t windows = __ballot_sync(~0u, from.window);
+        const uint32_t to = tile + (kAtoms - 2 + lane % 16 / 8) * kAtomBytes + atom_offset(warp * kWarpRows + lane / 16, lane % 8);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) ptx::cp_async_16(second_at(tile, i), bytes + 64 * i);
+        for (int i = 0; i < kWarpRows / 2; ++i) {
+            const int holder = 4 * i + lane / 16 * 2, idx = __shfl_sync(~0u, from.idx, holder);
+            const uint8_t* bytes = params.window + static_cast<int64_t>(idx) * kWindowRowBytes + kHeadDim / 2 + lane % 16 * 16;
+            if ((windows >> holder & 1) != 0) ptx::cp_async_16((to ^ (i * 32)) + i * 256, bytes);
         }
         ptx::cp_async_commit();
     }
@@ -299,13 +307,16 @@ MDI_DEVICE uint8_t valid_rows(const LaneRow& row) {
 
 // ---- softmax -------------------------------------------------------------------------------------------------------
 
-// Scales the scores of a step (to log2), masks them (bit s of `valid`: slot s is there), and takes their maxima into `top`, equal
-// in the four lanes of a row.
-MDI_DEVICE void scale_and_mask(float (&s)[kSlots / 2], float softmax_scale, uint32_t valid_low, uint32_t valid_high, int lane,
-                               float (&top)[2]) {
-    const float scale = softmax_scale * (kKeyFactor * kLog2e);
+// Masks the scores of a step (bit i of `valid`: slot i is there) and takes the largest of each row into `top`, in log2 and equal in
+// the four lanes of the row. Returns what the scores are still to be multiplied by.
+MDI_DEVICE float mask_scores(float (&s)[kSlots / 2], float softmax_scale, uint32_t valid_low, uint32_t valid_high, int lane,
+                             float (&top)[2]) {
+    float scale = softmax_scale * (kKeyFactor * kLog2e);
+    if (!(scale > 0.f)) {  // the order changes, or -inf would be lost
 #pragma unroll
-    for (int i = 0; i < kSlots / 2; ++i) s[i] = __fmul_rn(s[i], scale);
+        for (int i = 0; i < kSlots / 2; ++i) s[i] = __fmul_rn(s[i], scale);
+        scale = 1.f;
+    }
     if ((valid_low & valid_high) != ~0u) {
         const int shift = 2 * (lane % 4);
 #pragma unroll
@@ -315,12 +326,20 @@ MDI_DEVICE void scale_and_mask(float (&s)[kSlots / 2], float softmax_scale, uint
         }
     }
 #pragma unroll
-    for (int i = 0; i < kSlots / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
-#pragma unroll
     for (int f = 0; f < 2; ++f) {
-        top[f] = fmaxf(top[f], __shfl_xor_sync(~0u, top[f], 1));
-        top[f] = fmaxf(top[f], __shfl_xor_sync(~0u, top[f], 2));
+        float largest[2] = {fmaxf(s[2 * f], s[2 * f + 1]), fmaxf(s[2 * f + 4], s[2 * f + 5])};  // of even and odd tiles
+#pragma unroll
+        for (int i = 8; i < kSlots / 2; i += 4) {
+            float& x = largest[i / 4 % 2];
+            x = fmaxf(x, fmaxf(s[i + 2 * f], s[i + 2 * f + 1]));
+        }
+        top[f] = fmaxf(largest[0], largest[1]);
     }
+#pragma unroll
+    for (int f = 0; f < 2; ++f) top[f] = fmaxf(top[f], __shfl_xor_sync(~0u, top[f], 1));
+#pragma unroll
+    for (int f = 0; f < 2; ++f) top[f] = __fmul_rn(fmaxf(top[f], __shfl_xor_sync(~0u, top[f], 2)), scale);
+    return scale;
 }
 
 // The sink in log2
@@ -329,15 +348,19 @@ MDI_DEVICE float sink_of(const SparseParams& params, int head) { return __fmul_r
 // The maximum that P refers to moves only when it must, so that O is hardly ever rescaled: P is at most 2^kMaxSlack.
 MDI_DEVICE float next_max(float m, float top) { return top > m + kMaxSlack ? top : m; }
 
-// p = 2^(s - max): the sum takes it unrounded, the products rounded.
-MDI_DEVICE void exponentiate(const float (&s)[kSlots / 2], const float (&new_max)[2], float (&part)[2], uint32_t (&p)[kSlots / 4]) {
-    part[0] = part[1] = 0.f;
+// p = 2^(scale * s - max): this thread's part of the sums takes it unrounded, the products rounded.
+MDI_DEVICE void exponentiate(const float (&s)[kSlots / 2], float scale, const float (&new_max)[2], float (&part)[2],
+                             uint32_t (&p)[kSlots / 4]) {
+    float sums[2][2] = {};  // of even and odd tiles
 #pragma unroll
     for (int i = 0; i < kSlots / 4; ++i) {
-        const float p0 = ptx::exp2_approx(s[2 * i] - new_max[i % 2]), p1 = ptx::exp2_approx(s[2 * i + 1] - new_max[i % 2]);
-        part[i % 2] += p0 + p1;
+        const float p0 = ptx::exp2_approx(__fmaf_rn(s[2 * i], scale, -new_max[i % 2]));
+        const float p1 = ptx::exp2_approx(__fmaf_rn(s[2 * i + 1], scale, -new_max[i % 2]));
+        sums[i / 2 % 2][i % 2] += p0 + p1;
         p[i] = ptx::pack_bf16x2(p0, p1);
     }
+    part[0] = sums[0][0] + sums[1][0];
+    part[1] = sums[0][1] + sums[1][1];
 }
 
 // What O is multiplied by; sink: in log2. The exponent is kept finite; a NaN sink stays NaN.

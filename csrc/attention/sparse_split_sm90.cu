@@ -102,8 +102,8 @@ struct Block {
         Packed packed(shared.packed[warp], tile_row, lane);
         const uint32_t keys = address_of(shared.keys), values = address_of(shared.values[rank]);
         const LaneRow row = with_query ? row_of_step(step, tile_row) : next_row;
-        packed.start(params, row, part);
-        packed.start_second(params, row, part, keys);
+        packed.start(params, row, lane);
+        packed.start_second(params, row, lane, warp, keys);
         next_row = row_of_step(step + kRanks, tile_row);
         if (with_query) load_query();
         if (next_row.any()) {
@@ -150,7 +150,7 @@ struct Block {
         const int num_steps = (num_lanes + kSlots - 1) / kSlots;
         const bool multiplies = warp < kGroupThreads / 32;
         const int row = warp % 4 * 16 + lane / 4;  // this thread's first head, the second is row + 8
-        float s[kSlots / 2], o[kSlots / 2], m[2] = {kMaxStart, kMaxStart}, sum[2][2] = {};  // sum: of even and odd steps (a round starts with an even one), per row
+        float s[kSlots / 2], scale = 0.f, o[kSlots / 2], m[2] = {kMaxStart, kMaxStart}, sum[2][2] = {};  // sum: of even and odd steps (a round starts with an even one), per row
         LaneRow next_row;
         if (rank >= num_steps) ptx::cluster_wait();
         for (int first = 0; first < num_steps; first += kRanks) {
@@ -161,8 +161,8 @@ struct Block {
             __syncthreads();
             if (multiplies && has_step) {
                 scores(s);
-                float top[2] = {-INFINITY, -INFINITY};
-                scale_and_mask(s, params.softmax_scale, shared.valid[0], shared.valid[1], lane, top);
+                float top[2];
+                scale = mask_scores(s, params.softmax_scale, shared.valid[0], shared.valid[1], lane, top);
                 if (lane % 4 < 2) {
                     const uint32_t to = address_of(&shared.top[rank][row + 8 * (lane % 4)]);
                     for (int to_rank = 0; to_rank < kRanks; ++to_rank) store_remote(to, to_rank, lane % 4 == 0 ? top[0] : top[1]);
@@ -178,7 +178,7 @@ struct Block {
                     own_max[1] = next_max(own_max[1], shared.top[j][row + 8]);
                 }
                 uint32_t p[kSlots / 4];
-                exponentiate(s, own_max, part, p);
+                exponentiate(s, scale, own_max, part, p);
                 AtomWriter(shared.out).store(p);
                 const uint32_t to = address_of(&shared.part[rank][thread]);
                 for (int to_rank = 0; to_rank < kRanks; ++to_rank) store_remote(to, to_rank, make_float2(part[0], part[1]));

@@ -47,7 +47,7 @@ MDI_DEVICE float gate_of(const GateSums& sums, float width, float eps) {
 
 template <int kStreams>
 __global__ void __launch_bounds__(kGateThreads) engram_gate_kernel(EngramGateParams p) {
-    __shared__ float scratch[kGateThreads / 32][kStreams * kGateSums];
+    __shared__ float scratch[kGateThreads / 32][kStreams * kGateSums], gates[kStreams];
     const int64_t token = blockIdx.x;
     const int step = static_cast<int>(blockDim.x) * kVector;
     const int first = static_cast<int>(threadIdx.x) * kVector;
@@ -61,13 +61,18 @@ __global__ void __launch_bounds__(kGateThreads) engram_gate_kernel(EngramGatePar
     for (int c = 0; c < kGateChunks; ++c) {
         const int column = first + c * step;
         if (column >= p.width) continue;
-        addend[c] = *reinterpret_cast<const uint4*>(z + static_cast<int64_t>(kStreams) * p.width + column);
+        uint4 key[kStreams];  // all of the token's reads before the first use: what is in flight is what hides memory's latency
 #pragma unroll
         for (int s = 0; s < kStreams; ++s) {
             const int64_t at = static_cast<int64_t>(s) * p.width + column;
-            packed[c][s] = *reinterpret_cast<const uint4*>(streams + at);
-            sums[s] = add_products(packed[c][s], *reinterpret_cast<const uint4*>(z + at),
-                                   *reinterpret_cast<const uint4*>(p.q_weight + at),
+            packed[c][s] = load_once(streams + at);
+            key[s] = load_once(z + at);
+        }
+        addend[c] = load_once(z + static_cast<int64_t>(kStreams) * p.width + column);
+#pragma unroll
+        for (int s = 0; s < kStreams; ++s) {
+            const int64_t at = static_cast<int64_t>(s) * p.width + column;
+            sums[s] = add_products(packed[c][s], key[s], *reinterpret_cast<const uint4*>(p.q_weight + at),
                                    *reinterpret_cast<const uint4*>(p.k_weight + at), sums[s]);
         }
     }
@@ -79,15 +84,18 @@ __global__ void __launch_bounds__(kGateThreads) engram_gate_kernel(EngramGatePar
             if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32][s * kGateSums + k] = sum;
         }
     __syncthreads();
-    float gate[kStreams];
+    if (threadIdx.x < 32) {  // lane k: sum k over the warps, then lane s: gate s
+        const int lane = static_cast<int>(threadIdx.x), sum = min_of(lane, kStreams * kGateSums - 1);
+        float total = 0.0f;
+        for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; ++warp) total += scratch[warp][sum];
+        GateSums stream;
 #pragma unroll
-    for (int s = 0; s < kStreams; ++s) {
-        GateSums total = {};
-        for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; ++warp)
-#pragma unroll
-            for (int k = 0; k < kGateSums; ++k) total.value[k] += scratch[warp][s * kGateSums + k];
-        gate[s] = gate_of(total, static_cast<float>(p.width), p.eps);
+        for (int k = 0; k < kGateSums; ++k)
+            stream.value[k] = __shfl_sync(kFullWarp, total, min_of(lane, kStreams - 1) * kGateSums + k);
+        const float gate = gate_of(stream, static_cast<float>(p.width), p.eps);
+        if (lane < kStreams) gates[lane] = gate;
     }
+    __syncthreads();
 #pragma unroll
     for (int c = 0; c < kGateChunks; ++c) {
         const int column = first + c * step;
@@ -96,10 +104,11 @@ __global__ void __launch_bounds__(kGateThreads) engram_gate_kernel(EngramGatePar
         unpack(addend[c], value);
 #pragma unroll
         for (int s = 0; s < kStreams; ++s) {
+            const float gate = gates[s];
             float result[kVector];
             unpack(packed[c][s], result);
 #pragma unroll
-            for (int e = 0; e < kVector; ++e) result[e] = fmaf(gate[s], value[e], result[e]);
+            for (int e = 0; e < kVector; ++e) result[e] = fmaf(gate, value[e], result[e]);
             *reinterpret_cast<uint4*>(p.out + (token * kStreams + s) * p.width + column) = pack(result);
         }
     }

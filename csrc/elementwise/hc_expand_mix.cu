@@ -23,47 +23,66 @@ namespace {
 
 constexpr int kFinishChunks = 2;  // as in launch_row up to kMaxCollapseWidth columns
 constexpr int kFinishMaxThreads = kMaxCollapseWidth / kVector / kFinishChunks;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int kFinishBlocks = 2;  // of a multiprocessor; at three this architecture's code spills
-#else
-constexpr int kFinishBlocks = 3;
-#endif
+constexpr int kFinishWarps = 32;  // wanted on a multiprocessor: 64 registers a thread
 
-// Every stride-th block makes coefficients, a warp a token, so that they run beside the rows from the first to the last wave;
-// the other blocks norm and quantise rows, each group's last ones first: those are still in L2. A group is what one block of
-// the pass took; the last one may end early.
-template <int kStreams>
-__global__ void __launch_bounds__(kFinishMaxThreads, kFinishBlocks)
-hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient_blocks, int stride, int num_groups,
+// x / value for x >= 0 without a division: a factor rounded up gives the quotient or one too many.
+struct Divisor {
+    int value;
+    uint32_t factor;  // ceil(2^32 / value); 0 stands for 2^32
+    explicit Divisor(int divisor)
+        : value(divisor), factor(static_cast<uint32_t>(ceil_div<uint64_t>(uint64_t{1} << 32, static_cast<uint64_t>(divisor)))) {}
+    MDI_DEVICE int quotient(int x) const {
+        if (factor == 0) return x;
+        const int most = static_cast<int>(static_cast<uint64_t>(x) * factor >> 32);
+        return most - (most * value > x ? 1 : 0);
+    }
+};
+
+// Block b with b % 2^stride_log2 == 0 makes coefficients while there are any left to make, so that they run
+// beside the rows from the first to the last wave; the other blocks norm and quantise rows, each group's last ones first:
+// those are still in L2. A group is what one block of the pass took; the last one may end early.
+template <int kStreams, int kParts>
+__global__ void __launch_bounds__(kFinishMaxThreads / kParts, kFinishWarps * 32 * kParts / kFinishMaxThreads)
+hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient_blocks, int stride_log2, Divisor groups,
                  int group_blocks) {
-    __shared__ float sum_scratch[kMaxRowWarps];
-    __shared__ uint32_t max_scratch[kMaxRowWarps];
-    const int block = static_cast<int>(blockIdx.x);
-    if (block % stride != 0 || block / stride >= coefficient_blocks) {
-        const int before = min_of(coefficient_blocks, ceil_div(block, stride));  // coefficient blocks before this one
-        const int index = block - before, row_block = (index % num_groups + 1) * group_blocks - 1 - index / num_groups;
-        return row_pass<kFinishChunks, false>(row, row_block, sum_scratch, max_scratch);
+    __shared__ RowScratch<float> sum_scratch;
+    __shared__ RowScratch<uint32_t> max_scratch;
+    const int block = static_cast<int>(blockIdx.x), mask = (1 << stride_log2) - 1;
+    if ((block & mask) != 0 || block >> stride_log2 >= coefficient_blocks) {
+        const int before = min_of(coefficient_blocks, (block + mask) >> stride_log2);  // coefficient blocks before this one
+        const int index = block - before, turn = groups.quotient(index), group = index - turn * groups.value;
+        return row_pass<kFinishChunks, kParts, false>(row, (group + 1) * group_blocks - 1 - turn, sum_scratch,
+                                                      max_scratch);
     }
     const int warps = static_cast<int>(blockDim.x * blockDim.y) / 32;
-    const int token = block / stride * warps + static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x) / 32;
+    const int warp = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x) / 32;
+    const int token = ((block >> stride_log2) * warps + warp) * kTokensPerWarp;
     if (token < mix.num_tokens) make_coefficients<kStreams>(mix, num_slices, token);  // whole warps
+}
+
+template <int kStreams, int kParts>
+void launch_finish(const HcExpandMixParams& p, const RowParams& row, int threads) {
+    const int rows = rows_per_block(threads);
+    const int group_tokens = pass_block_tiles(p.mix.num_tokens, p.mix.width) * kTileTokens, group_blocks = group_tokens / rows;
+    const auto num_groups = static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, group_tokens));
+    const auto coefficient_blocks = static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, threads * rows / 32 * kTokensPerWarp));
+    const int num_blocks = coefficient_blocks + num_groups * group_blocks;
+    int stride_log2 = 0;
+    while (num_blocks / coefficient_blocks >> (stride_log2 + 1) > 0) ++stride_log2;
+    launch("elementwise.hc_expand_mix finish", hc_finish_kernel<kStreams, kParts>,
+           {dim3(static_cast<unsigned>(num_blocks)), dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows)), 0,
+            p.mix.stream},
+           p.mix, row, ceil_div(p.mix.width, kSlice), coefficient_blocks, stride_log2, Divisor(num_groups), group_blocks);
 }
 
 template <int kStreams>
 void launch_streams(const HcExpandMixParams& p, const RowParams* row) {
-    const int num_slices = ceil_div(p.mix.width, kSlice);
     launch_hc_pass<kStreams, true>("elementwise.hc_expand_mix", p);
     if (p.mix.num_tokens == 0) return;
     if (row == nullptr) return launch_hc_coefficients(p.mix);
-    const int threads = row_threads<kFinishChunks>(row->width), rows = rows_per_block(threads);
-    const int group_tokens = pass_block_tiles(p.mix.num_tokens, p.mix.width) * kTileTokens, group_blocks = group_tokens / rows;
-    const auto num_groups = static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, group_tokens));
-    const auto coefficient_blocks = static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, threads * rows / 32));
-    const int num_blocks = coefficient_blocks + num_groups * group_blocks;
-    launch("elementwise.hc_expand_mix finish", hc_finish_kernel<kStreams>,
-           {dim3(static_cast<unsigned>(num_blocks)), dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows)), 0,
-            p.mix.stream},
-           p.mix, *row, num_slices, coefficient_blocks, num_blocks / coefficient_blocks, num_groups, group_blocks);
+    const int threads = row_threads<kFinishChunks>(row->width);
+    if (row_threads_in_halves(threads)) return launch_finish<kStreams, 2>(p, *row, threads / 2);
+    launch_finish<kStreams, 1>(p, *row, threads);
 }
 
 }  // namespace

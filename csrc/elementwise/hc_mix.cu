@@ -14,7 +14,7 @@
 // in both operands so that a lane's four consecutive columns are its fragment. The sum of squares rides along. The warps'
 // sums go through shared memory and are added by the last two warps, in order, one tile later: one barrier a tile. Half of
 // the multiplying warps move their share of the tiles before they multiply, half after, so that both kinds of work overlap.
-// Kernel 2, a warp per token: adds the slices in order, then the coefficients; lane 2n + j*n + i holds comb[j, i].
+// Kernel 2, half a warp per token: adds the slices in order, then the coefficients; lane j*n + i holds comb[j, i].
 //
 // The order of every sum is a function of N and n alone: coefficients do not depend on T or on the other tokens.
 // Memory-bound: the streams are read once (2 n N bytes a token), partial sums are 2 * 4 * 28 bytes a slice and token.
@@ -29,13 +29,13 @@ constexpr int kFinishThreads = 128;
 
 template <int kStreams>
 __global__ void __launch_bounds__(kFinishThreads) hc_coefficients_kernel(HcMixParams p, int num_slices) {
-    const int token = static_cast<int>(blockIdx.x * (kFinishThreads / 32) + threadIdx.x / 32);
+    const int token = static_cast<int>(blockIdx.x * (kFinishThreads / 32) + threadIdx.x / 32) * kTokensPerWarp;
     if (token < p.num_tokens) make_coefficients<kStreams>(p, num_slices, token);  // whole warps
 }
 
 template <int kStreams>
 void launch_coefficients(const HcMixParams& p) {
-    const auto blocks = static_cast<unsigned>(ceil_div<int64_t>(p.num_tokens, kFinishThreads / 32));
+    const auto blocks = static_cast<unsigned>(ceil_div<int64_t>(p.num_tokens, kFinishThreads / 32 * kTokensPerWarp));
     launch("elementwise.hc_mix coefficients", hc_coefficients_kernel<kStreams>,
            {dim3(blocks), dim3(kFinishThreads), 0, p.stream}, p, ceil_div(p.width, kSlice));
 }

@@ -27,7 +27,6 @@ struct MixTraits {
     static constexpr int kColTiles = ceil_div(kNumMixes, 8);       // mma column tiles
     static constexpr int kRows = 8 * kColTiles;                    // rows of fn in the mma, zero past kNumMixes
     static constexpr int kPartial = kRows + 4;                     // floats of a token and slice: sums, then the square sum
-    static_assert(kNumMixes + 1 <= 32, "a warp holds the coefficients of a token, one a lane");
 };
 
 // Shared memory: kStages tiles [token][row][column of the slice], row = stream (then y), each with the tokens' coefficients
@@ -140,12 +139,12 @@ struct CopyVector {
 
 // Starts the copy of a tile into `stage`. Columns past N become zero; tokens past T are left as they are: no other token's
 // result depends on them.
+// NOTE: no L2 eviction hint. Slices end inside lines, and with evict-first reads the pass took 28 us more at T = 4096 (H200).
 template <int kStreams, bool kExpand>
 MDI_DEVICE void fetch_tile(const HcExpandMixParams& p, int tile, char* stage) {
     using T = PassTraits<kStreams, kExpand>;
     const CopyVector at(tile);
     if (at.token >= p.mix.num_tokens) return;
-    const uint64_t policy = evict_first_policy();
     const bool live = at.column < p.mix.width;
     const uint32_t bytes = live ? 16 : 0;
     const int column = live ? at.column : 0;
@@ -153,9 +152,9 @@ MDI_DEVICE void fetch_tile(const HcExpandMixParams& p, int tile, char* stage) {
     const bf16* source = p.mix.streams + at.token * (kStreams * p.mix.width) + column;
 #pragma unroll
     for (int s = 0; s < kStreams; ++s)
-        cp_async_16_zfill(target + s * kSlice * 2, source + static_cast<int64_t>(s) * p.mix.width, bytes, policy);
+        ptx::cp_async_16_zfill(target + s * kSlice * 2, source + static_cast<int64_t>(s) * p.mix.width, bytes);
     if constexpr (kExpand)
-        cp_async_16_zfill(target + kStreams * kSlice * 2, p.y + at.token * p.y_stride + column, bytes, policy);
+        ptx::cp_async_16_zfill(target + kStreams * kSlice * 2, p.y + at.token * p.y_stride + column, bytes);
 }
 
 // A finished tile's R' and x to memory.
@@ -168,7 +167,8 @@ MDI_DEVICE void store_tile(const HcExpandMixParams& p, int tile, const char* sta
     bf16* out = p.out + at.token * (kStreams * p.mix.width) + at.column;
 #pragma unroll
     for (int s = 0; s < kStreams; ++s)
-        store_evict_first(out + static_cast<int64_t>(s) * p.mix.width, *reinterpret_cast<const uint4*>(source + s * kSlice));
+        *reinterpret_cast<uint4*>(out + static_cast<int64_t>(s) * p.mix.width) =
+            *reinterpret_cast<const uint4*>(source + s * kSlice);
     *reinterpret_cast<uint4*>(p.x + at.token * p.mix.width + at.column) =
         *reinterpret_cast<const uint4*>(source + kStreams * kSlice);
 }
@@ -403,13 +403,16 @@ void launch_hc_pass(const char* name, const HcExpandMixParams& p) {
 
 MDI_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// Lane 2n + j*n + i gives logit C0[j, i] and gets comb[j, i]; the other lanes take part in the shuffles only.
+constexpr int kTokensPerWarp = 2;  // of the coefficients: sixteen lanes a token, one an element of comb
+constexpr int kTokenLanes = 32 / kTokensPerWarp;
+
+// Lane j*n + i of a token's lanes gives logit C0[j, i] and gets comb[j, i]; lanes past n*n take part in the shuffles only.
 template <int kStreams>
 MDI_DEVICE float sinkhorn(float logit, int iters, float eps) {
-    constexpr int kFirst = 2 * kStreams;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int element = min_of(max_of(lane - kFirst, 0), kStreams * kStreams - 1);
-    const int row = kFirst + element / kStreams * kStreams, column = kFirst + element % kStreams;  // their first lanes
+    static_assert(kStreams * kStreams <= kTokenLanes, "a lane an element");
+    const int lane = static_cast<int>(threadIdx.x) % 32, first = lane - lane % kTokenLanes;
+    const int element = min_of(lane - first, kStreams * kStreams - 1);
+    const int row = first + element / kStreams * kStreams, column = first + element % kStreams;  // their first lanes
     const auto row_sum = [&](float x) {
         float sum = __shfl_sync(kFullWarp, x, row);
 #pragma unroll
@@ -435,28 +438,36 @@ MDI_DEVICE float sinkhorn(float logit, int iters, float eps) {
     return x;
 }
 
-// A warp makes one token's coefficients from the partial sums, slices in order; lane 2n + j*n + i holds comb[j, i].
+// A warp makes the coefficients of kTokensPerWarp tokens, the first of them `token`, from the partial sums, slices in order. A
+// lane sums two columns: of comb, and of pre, post or (lanes past them) the squares.
 template <int kStreams>
 MDI_DEVICE void make_coefficients(const HcMixParams& p, int num_slices, int token) {
     using T = MixTraits<kStreams>;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    // lanes past the square sum repeat it
-    const float* partial = p.partial + static_cast<int64_t>(token) * T::kPartial + min_of(lane, T::kRows);
-    float sum = 0.0f;
+    const int lane = static_cast<int>(threadIdx.x) % 32, element = lane % kTokenLanes;
+    const bool live = token + lane / kTokenLanes < p.num_tokens;
+    if (live) token += lane / kTokenLanes;  // else the first token again
+    const int comb_mix = 2 * kStreams + min_of(element, kStreams * kStreams - 1);
+    const float* partial = p.partial + static_cast<int64_t>(token) * T::kPartial;
+    float comb_sum = 0.0f, other_sum = 0.0f;
 #pragma unroll 8
-    for (int slice = 0; slice < num_slices; ++slice) sum += partial[static_cast<int64_t>(slice) * p.num_tokens * T::kPartial];
-    const float square = __shfl_sync(kFullWarp, sum, T::kRows);
+    for (int slice = 0; slice < num_slices; ++slice) {
+        comb_sum += partial[comb_mix];
+        other_sum += partial[element < 2 * kStreams ? element : T::kRows];
+        partial += static_cast<int64_t>(p.num_tokens) * T::kPartial;
+    }
+    const float square = __shfl_sync(kFullWarp, other_sum, lane | (kTokenLanes - 1));
     const float rstd = 1.0f / sqrtf(square / static_cast<float>(kStreams * p.width) + p.norm_eps);
-    const int mix = min_of(lane, T::kNumMixes - 1);
-    const int group = mix < kStreams ? 0 : (mix < 2 * kStreams ? 1 : 2);
-    const float logit = fmaf(rounded_product(sum, rstd), p.scale[group], p.base[mix]);
-    const float comb = sinkhorn<kStreams>(logit, p.sinkhorn_iters, p.hc_eps);
-    if (lane < kStreams)
-        p.pre[static_cast<int64_t>(token) * kStreams + lane] = sigmoid(logit) + p.hc_eps;
-    else if (lane < 2 * kStreams)
-        p.post[static_cast<int64_t>(token) * kStreams + lane - kStreams] = 2.0f * sigmoid(logit);
-    else if (lane < T::kNumMixes)
-        p.comb[static_cast<int64_t>(token) * kStreams * kStreams + lane - 2 * kStreams] = comb;
+    const auto logit_of = [&](float sum, int mix, int group) {
+        return fmaf(rounded_product(sum, rstd), p.scale[group], p.base[mix]);
+    };
+    const float comb = sinkhorn<kStreams>(logit_of(comb_sum, comb_mix, 2), p.sinkhorn_iters, p.hc_eps);
+    if (!live) return;
+    const int64_t at = static_cast<int64_t>(token) * kStreams;
+    if (element < kStreams)
+        p.pre[at + element] = sigmoid(logit_of(other_sum, element, 0)) + p.hc_eps;
+    else if (element < 2 * kStreams)
+        p.post[at + element - kStreams] = 2.0f * sigmoid(logit_of(other_sum, element, 1));
+    if (element < kStreams * kStreams) p.comb[at * kStreams + element] = comb;
 }
 
 // Adds the slices' partial sums and makes the coefficients (kernel 2 of hc_mix.cu).

@@ -9,6 +9,7 @@
 //
 // Block = blockDim.y rows of blockDim.x threads. A thread owns kChunks vectors of 8 columns, vector c * blockDim.x + x, in
 // registers from the load to the store: each row is read once and written once. Four neighbouring lanes hold one group.
+// In normed rows of 256 threads and more a thread stands for two of these: half as much to do once a thread, same sums.
 // Row sums: a thread's own columns in order, a butterfly over the warp, then the warps in order. The shape of the block
 // depends on N only, so a row's bits depend neither on T nor on the other parts of the pass.
 // Shared memory: at most 256 bytes. Limits: N % 32 == 0, N <= 16384 (rows) or 10240 (streams).
@@ -22,18 +23,18 @@ namespace {
 
 constexpr int kQuantThreads = 512;
 
-template <int kChunks, bool kCollapse, int kMaxThreads>
+template <int kChunks, int kParts, bool kCollapse, int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads) row_kernel(RowParams p) {
-    __shared__ float sum_scratch[kMaxRowWarps];
-    __shared__ uint32_t max_scratch[kMaxRowWarps];
-    row_pass<kChunks, kCollapse>(p, static_cast<int>(blockIdx.x), sum_scratch, max_scratch);
+    __shared__ RowScratch<float> sum_scratch;
+    __shared__ RowScratch<uint32_t> max_scratch;
+    row_pass<kChunks, kParts, kCollapse>(p, static_cast<int>(blockIdx.x), sum_scratch, max_scratch);
 }
 
 // Quantisation alone, of rows or of rows of heads that are rotated first. There are no float sums over a row, so the shape of the
 // block is free: kChunks vectors a thread, all loaded before the first is used. Bound by instructions, not by memory.
 template <int kChunks, bool kRope>
 __global__ void __launch_bounds__(kQuantThreads) quantise_kernel(RowParams p, HeadRope rope) {
-    __shared__ uint32_t scratch[kQuantThreads / 32];
+    __shared__ RowScratch<uint32_t> scratch;
     const int row = static_cast<int>(blockIdx.x * blockDim.y + threadIdx.y);
     const bool live = row < p.num_tokens;  // every thread stays for the barrier
     const int step = static_cast<int>(blockDim.x) * kVector;
@@ -61,15 +62,15 @@ __global__ void __launch_bounds__(kQuantThreads) quantise_kernel(RowParams p, He
     }
     uint2 codes[kChunks];
     int byte[kChunks];
-    uint32_t row_byte = 0;
+    uint32_t row_byte[1] = {};
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
         quantise_vector(x[c], codes[c], byte[c]);
-        row_byte = max_of(row_byte, static_cast<uint32_t>(byte[c]));
+        row_byte[0] = max_of(row_byte[0], static_cast<uint32_t>(byte[c]));
     }
     const bool folded = p.quant == Quant::kFolded;
-    if (folded) row_byte = row_reduce(row_byte, Max{}, scratch);
-    if (live) store_codes<kChunks>(p, row, folded, codes, byte, static_cast<int>(row_byte));
+    if (folded) row_byte[0] = row_reduce(row_byte, Max{}, 0u, scratch);
+    if (live) store_codes<kChunks>(p, row, folded, codes, byte, static_cast<int>(row_byte[0]));
 }
 
 // Codes that are quantised already: a block takes one row, reads its scale bytes for the largest, then folds.
@@ -105,12 +106,11 @@ void launch_quantise(const char* op, const RowParams& p, const HeadRope& rope) {
            {dim3(blocks), dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows)), 0, p.stream}, p, rope);
 }
 
-template <int kChunks, bool kCollapse, int kMaxThreads>
-void launch_rows(const RowParams& p) {
-    const int threads = row_threads<kChunks>(p.width);
+template <int kChunks, int kParts, bool kCollapse, int kMaxThreads>
+void launch_rows(const RowParams& p, int threads) {
     const int rows = rows_per_block(threads);
     const auto blocks = static_cast<unsigned>(ceil_div<int64_t>(p.num_tokens, rows));
-    launch("elementwise.row", row_kernel<kChunks, kCollapse, kMaxThreads>,
+    launch("elementwise.row", row_kernel<kChunks, kParts, kCollapse, kMaxThreads>,
            {dim3(blocks), dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows)), 0, p.stream}, p);
 }
 
@@ -118,15 +118,18 @@ void launch_rows(const RowParams& p) {
 
 void launch_row(const RowParams& p) {
     // Two vectors a thread up to N = 10240 for both sources, so that collapse + norm sums like norm alone.
+    const int threads = row_threads<2>(p.width);
     if (p.streams != nullptr)
-        launch_rows<2, true, 640>(p);
+        launch_rows<2, 1, true, 640>(p, threads);
     else if (p.weight == nullptr)
         p.width <= 2 * kVector * kQuantThreads ? launch_quantise<2, false>("elementwise.act_quant", p, {})
                                                : launch_quantise<4, false>("elementwise.act_quant", p, {});
-    else if (p.width <= kMaxCollapseWidth)
-        launch_rows<2, false, 640>(p);
+    else if (p.width > kMaxCollapseWidth)
+        launch_rows<4, 1, false, 512>(p, row_threads<4>(p.width));
+    else if (row_threads_in_halves(threads))
+        launch_rows<2, 2, false, 320>(p, threads / 2);
     else
-        launch_rows<4, false, 512>(p);
+        launch_rows<2, 1, false, 640>(p, threads);
 }
 
 void launch_rope_quant(const RowParams& p, const HeadRope& rope) {

@@ -7,28 +7,47 @@
 
 namespace mdi::elementwise {
 
-constexpr int kMaxRowWarps = 32;  // of a block: elements of the two scratch arrays
+constexpr int kMaxRowWarps = 32;  // of a block: elements of a scratch array
+constexpr int kScratchVector = 4;
 
-// Combines a value over the threads of each row of the block, warps in order. `scratch`: one element a warp.
-template <class T, class Op>
-MDI_DEVICE T row_reduce(T value, Op op, T* scratch) {
-    value = warp_reduce(value, op);
-    const int num_warps = static_cast<int>(blockDim.x) / 32;
-    if (num_warps == 1) return value;
-    T* row_scratch = scratch + threadIdx.y * num_warps;
-    if (threadIdx.x % 32 == 0) row_scratch[threadIdx.x / 32] = value;
+template <class T>
+struct RowScratch {
+    alignas(16) T element[kMaxRowWarps];
+};
+
+// Combines values over the threads of each row of the block: part p of a thread stands for a thread of its own, p * blockDim.x
+// further, so that the order (lanes by a butterfly, then the warps in order) depends on parts times threads alone. `scratch`
+// takes one element a warp and part, each row's filled up with op's neutral element to whole vectors of four.
+template <int kParts, class T, class Op>
+MDI_DEVICE T row_reduce(const T (&values)[kParts], Op op, T neutral, RowScratch<T>& scratch) {
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    const int warps = static_cast<int>(blockDim.x) / 32, elements = kParts * warps, padded = align_up(elements, kScratchVector);
+    T* row_scratch = scratch.element + threadIdx.y * padded;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        const T value = warp_reduce(values[part], op);
+        if (elements == 1) return value;
+        if (lane == 0) row_scratch[part * warps + warp] = value;
+    }
+    if (warp == 0 && lane >= 1 && elements - 1 + lane < padded) row_scratch[elements - 1 + lane] = neutral;
     __syncthreads();
-    T result = row_scratch[0];
-    for (int warp = 1; warp < num_warps; ++warp) result = op(result, row_scratch[warp]);
+    T result = {};
+#pragma unroll 1
+    for (int first = 0; first < padded; first += kScratchVector) {
+        T four[kScratchVector];
+        *reinterpret_cast<uint4*>(four) = *reinterpret_cast<const uint4*>(row_scratch + first);
+        result = first == 0 ? four[0] : op(result, four[0]);
+#pragma unroll
+        for (int i = 1; i < kScratchVector; ++i) result = op(result, four[i]);
+    }
     return result;
 }
 
 template <bool kCollapse>
-MDI_DEVICE uint4 load_vector(const RowParams& p, int64_t token, int column, const float (&pre)[kMaxStreams]) {
+MDI_DEVICE uint4 load_vector(const RowParams& p, const bf16* first, const float (&pre)[kMaxStreams]) {
     if constexpr (!kCollapse) {
-        return *reinterpret_cast<const uint4*>(p.x + token * p.x_stride + column);
+        return *reinterpret_cast<const uint4*>(first);
     } else {
-        const bf16* first = p.streams + token * p.num_streams * p.width + column;
         uint4 packed[kMaxStreams];
 #pragma unroll
         for (int s = 0; s < kMaxStreams; ++s)
@@ -105,9 +124,10 @@ MDI_DEVICE void store_codes(const RowParams& p, int row, bool folded, const uint
     if (folded && threadIdx.x == 0) p.row_scale[row] = e8m0_decode(static_cast<uint8_t>(row_byte));
 }
 
-// Rows block * blockDim.y ... of the pass; see rmsnorm_quant.cu.
-template <int kChunks, bool kCollapse>
-MDI_DEVICE void row_pass(const RowParams& p, int block, float* sum_scratch, uint32_t* max_scratch) {
+// Rows block * blockDim.y ... of the pass; see rmsnorm_quant.cu. Vector v of a thread is vector v / kParts of part v % kParts.
+template <int kChunks, int kParts, bool kCollapse>
+MDI_DEVICE void row_pass(const RowParams& p, int block, RowScratch<float>& sum_scratch, RowScratch<uint32_t>& max_scratch) {
+    constexpr int kVectors = kChunks * kParts;
     const int token = block * static_cast<int>(blockDim.y) + static_cast<int>(threadIdx.y);
     const bool live = token < p.num_tokens;  // every thread stays for the barriers
     const int step = static_cast<int>(blockDim.x) * kVector;
@@ -119,49 +139,49 @@ MDI_DEVICE void row_pass(const RowParams& p, int block, float* sum_scratch, uint
         for (int s = 0; s < kMaxStreams; ++s)
             if (live && s < p.num_streams) pre[s] = p.pre[static_cast<int64_t>(token) * p.num_streams + s];
     }
-    uint4 x[kChunks];
+    const bf16* source = kCollapse ? p.streams + static_cast<int64_t>(token) * p.num_streams * p.width + first
+                                   : p.x + token * p.x_stride + first;
+    bool in_row[kVectors];
+    uint4 x[kVectors];
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-        const int column = first + c * step;
-        x[c] = make_uint4(0, 0, 0, 0);
-        if (live && column < p.width) x[c] = load_vector<kCollapse>(p, token, column, pre);
+    for (int v = 0; v < kVectors; ++v) {
+        in_row[v] = live && first + v * step < p.width;
+        x[v] = in_row[v] ? load_vector<kCollapse>(p, source + v * step, pre) : make_uint4(0, 0, 0, 0);
     }
 
     if (p.weight != nullptr) {
-        float square = 0.0f;
+        float squares[kParts] = {};
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) square = add_squares(x[c], square);
-        const float rstd = reciprocal_rms(row_reduce(square, Sum{}, sum_scratch), p.width, p.eps);
+        for (int v = 0; v < kVectors; ++v) squares[v % kParts] = add_squares(x[v], squares[v % kParts]);
+        const float rstd = reciprocal_rms(row_reduce(squares, Sum{}, 0.0f, sum_scratch), p.width, p.eps);
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            const int column = first + c * step;
-            if (column >= p.width) continue;
+        for (int v = 0; v < kVectors; ++v) {
+            if (!in_row[v]) continue;
             float weight[kVector];
-            load_weight(p.weight, p.weight_is_f32, column, weight);
-            x[c] = normalise(x[c], rstd, weight);
+            load_weight(p.weight, p.weight_is_f32, first + v * step, weight);
+            x[v] = normalise(x[v], rstd, weight);
         }
     }
-    if (p.out != nullptr && live) {
+    if (p.out != nullptr) {
+        bf16* out = p.out + static_cast<int64_t>(token) * p.width + first;
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            const int column = first + c * step;
-            if (column < p.width) *reinterpret_cast<uint4*>(p.out + static_cast<int64_t>(token) * p.width + column) = x[c];
-        }
+        for (int v = 0; v < kVectors; ++v)
+            if (in_row[v]) *reinterpret_cast<uint4*>(out + v * step) = x[v];
     }
     if (p.quant == Quant::kNone) return;
 
-    uint2 codes[kChunks];
-    int byte[kChunks];
-    uint32_t row_byte = 0;
+    uint2 codes[kVectors];
+    int byte[kVectors];
+    uint32_t row_byte[1] = {};
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-        quantise_vector(x[c], codes[c], byte[c]);
+    for (int v = 0; v < kVectors; ++v) {
+        quantise_vector(x[v], codes[v], byte[v]);
         // a vector past the row's end is zero: its byte is the floor of the rule and never the only largest one
-        row_byte = max_of(row_byte, static_cast<uint32_t>(byte[c]));
+        row_byte[0] = max_of(row_byte[0], static_cast<uint32_t>(byte[v]));
     }
     const bool folded = p.quant == Quant::kFolded;
-    if (folded) row_byte = row_reduce(row_byte, Max{}, max_scratch);
-    if (live) store_codes<kChunks>(p, token, folded, codes, byte, static_cast<int>(row_byte));
+    if (folded) row_byte[0] = row_reduce(row_byte, Max{}, 0u, max_scratch);
+    if (live) store_codes<kVectors>(p, token, folded, codes, byte, static_cast<int>(row_byte[0]));
 }
 
 // Threads of a row: whole warps, as few as hold the row. Depends on N only.
@@ -169,6 +189,9 @@ template <int kChunks>
 inline int row_threads(int width) {
     return align_up(ceil_div(ceil_div(width, kVector), kChunks), 32);
 }
+
+// Whether a thread stands for two of them: half as much to do once a thread and row. Small rows want all threads.
+inline bool row_threads_in_halves(int threads) { return threads >= 256 && threads % 64 == 0; }
 
 // Rows of a block: one, or as many as make four warps.
 inline int rows_per_block(int threads) { return threads >= 128 ? 1 : 128 / threads; }

@@ -104,32 +104,17 @@ MDI_HOST_DEVICE uint2 fold_e4m3x8(const uint2& codes, int byte, int row_byte) {
     return make_uint2(folded[0], folded[1]);
 }
 
-// Data that nobody reads again before the cache has turned over: it leaves L2 first, so that other data stays.
-MDI_DEVICE void store_evict_first(bf16* target, const uint4& v) {
+// Data of no other thread: it does not displace in L1 what all blocks read.
+MDI_DEVICE uint4 load_once(const bf16* source) {
 #if defined(__CUDA_ARCH__)
-    // PTX: st.global.cs
-    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-#else
-    *reinterpret_cast<uint4*>(target) = v;
-#endif
-}
-
-MDI_DEVICE uint64_t evict_first_policy() {
-    uint64_t policy = 0;
-#if defined(__CUDA_ARCH__)
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));  // PTX: createpolicy
-#endif
-    return policy;
-}
-
-// ptx::cp_async_16_zfill with an L2 policy
-MDI_DEVICE void cp_async_16_zfill(uint32_t smem, const bf16* global, uint32_t valid_bytes, [[maybe_unused]] uint64_t policy) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(smem), "l"(global), "r"(valid_bytes),
-                 "l"(policy)
+    uint4 v;  // PTX: ld.global.L1::no_allocate
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(source)
                  : "memory");
+    return v;
 #else
-    ptx::cp_async_16_zfill(smem, global, valid_bytes);
+    return *reinterpret_cast<const uint4*>(source);
 #endif
 }
 

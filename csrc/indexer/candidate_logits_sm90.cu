@@ -61,6 +61,7 @@ MDI_HOST_DEVICE constexpr int position_of(uint32_t item) { return static_cast<in
 MDI_HOST_DEVICE constexpr int slot_of(uint32_t item) { return static_cast<int>(item >> 16 & 0xfffu); }
 MDI_HOST_DEVICE constexpr int count_of(uint32_t item) { return static_cast<int>(item >> 28) + 1; }
 static_assert(kMaxSlots < 1 << 12 && kMaxCandidates <= 1 << 16, "fields of an item");
+static_assert(int64_t{kMaxBuckets} * kMaxBuckets * kMaxSlots < int64_t{1} << 32, "division by multiplication");
 
 struct Workspace {
     TokenRecord* tokens;      // [T]
@@ -177,15 +178,19 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
 
     const int limit = ceil_div(visible, kBlockKeys);  // blocks from here on have no visible entry
     const int first = seq * w.num_blocks;             // number of the sequence's first block
+    // number * inverse >> 32 is number / num_owners while their product is below 2^32; numbers are below kMaxBuckets * kMaxSlots
+    const uint32_t inverse = 0xffffffffu / static_cast<uint32_t>(w.num_owners) + 1;
     const int32_t* candidates = p.candidates + token * p.num_candidates;
     uint4* out = reinterpret_cast<uint4*>(p.out + token * p.out_stride);
-#pragma unroll 4
+#pragma unroll 8
     for (int i = threadIdx.x; i < p.num_candidates; i += kPrepareThreads) {
         const int id = candidates[i];
         uint32_t place = 0xffffffffu;
         if (id >= 0 && id < limit) {
-            const int turn = (first + id) / w.num_owners, round = turn / w.num_slots;
-            const int bucket = round * w.num_owners + (first + id) - turn * w.num_owners;
+            const int number = first + id;
+            const int turn = static_cast<int>(static_cast<uint64_t>(number) * inverse >> 32);
+            const int round = w.num_rounds == 1 ? 0 : turn / w.num_slots;
+            const int bucket = round * w.num_owners + number - turn * w.num_owners;
             place = static_cast<uint32_t>(bucket) << 16 | static_cast<uint32_t>(atomicAdd(&count[bucket], 1));
             items[i] = make_item(i, turn - round * w.num_slots, min_of(kBlockKeys, visible - id * kBlockKeys));
         } else {
@@ -325,8 +330,8 @@ __device__ __forceinline__ float score_blocks(const uint8_t* rows, const uint32_
         float low = -0.0f, high = -0.0f;
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-            add_folded_heads(low, int_relu(acc[q][n][0]), int_relu(acc[q][n][1]), query.weight[n][0], query.weight[n][1]);
-            add_folded_heads(high, int_relu(acc[q][n][2]), int_relu(acc[q][n][3]), query.weight[n][0], query.weight[n][1]);
+            add_folded_heads(low, acc[q][n][0], acc[q][n][1], query.weight[n][0], query.weight[n][1]);
+            add_folded_heads(high, acc[q][n][2], acc[q][n][3], query.weight[n][0], query.weight[n][1]);
         }
         // lanes of even t go on with the low row, of odd t with the high one: p0 + p1 and p2 + p3
         sum[q] = (t % 2 ? high : low) + __shfl_xor_sync(0xffffffffu, t % 2 ? low : high, 1);
@@ -439,7 +444,7 @@ bool deal(const LogitsParams& p, Workspace& w) {
     const int64_t each = ceil_div<int64_t>(static_cast<int64_t>(p.num_seqs) * w.num_blocks, w.num_owners);
     w.num_rounds = static_cast<int>(min_of<int64_t>(ceil_div<int64_t>(each, kMaxSlots), kMaxBuckets + 1));
     w.num_slots = static_cast<int>(ceil_div<int64_t>(each, max_of(w.num_rounds, 1)));
-    return each > 0 && w.num_rounds * w.num_owners <= kMaxBuckets;
+    return each > 0 && w.num_owners > 1 && w.num_rounds * w.num_owners <= kMaxBuckets;
 }
 
 }  // namespace folded

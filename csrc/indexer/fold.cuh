@@ -5,12 +5,12 @@
 #include "common/math.h"
 #include "common/number_formats.cuh"
 #include "common/ptx_sm80.cuh"
+#include "indexer/score_tile.cuh"
 
 namespace mdi::indexer {
 
 constexpr int kMaxShift = 3;
 constexpr int kMaxExponent = 30;  // of a row's factor and of a weight, either sign
-constexpr int kDotShift = 22;     // see int_relu
 
 // Four bytes 0..128, negated
 __device__ __forceinline__ uint32_t negate(uint32_t bytes) { return (0x80808080u - bytes) ^ 0x80808080u; }
@@ -52,26 +52,19 @@ __device__ __forceinline__ Folded fold_quarter(const uint32_t (&word)[4], uint32
     return out;
 }
 
-// A weight goes with any row factor: weight * 2^(exponent + kDotShift) is exact, as both exponents are small.
+// A weight goes with any row factor: weight * 2^exponent is exact, as both exponents are small.
 __device__ __forceinline__ bool weight_folds(uint16_t weight) {
     const int exponent = (weight >> 7 & 0xff) - 127;
     return (weight & 0x7fff) == 0 || (exponent >= -kMaxExponent && exponent <= kMaxExponent);
 }
 __device__ __forceinline__ uint16_t scaled_weight(uint16_t weight, int exponent) {
-    return (weight & 0x7fff) == 0 ? weight : static_cast<uint16_t>(weight + (exponent + kDotShift) * 128);
+    return (weight & 0x7fff) == 0 ? weight : static_cast<uint16_t>(weight + exponent * 128);
 }
 
-// max(dot, 0) * 2^-kDotShift of an integer dot, |dot| < 2^21, as fp32, exact, in one multiply. The bits of a dot >= 0 are the
-// subnormal number dot * 2^-149, and times 2^127 that is at most 1/2; the bits of a negative dot are a NaN, which mul.sat
-// turns into +0. (A conversion of an integer does not run on the FMA pipe.)
-__device__ __forceinline__ float int_relu(uint32_t dot) {
-#if defined(__CUDA_ARCH__)
-    float y;
-    asm("mul.sat.f32 %0, %1, %2;" : "=f"(y) : "f"(bits_float(dot)), "f"(bits_float(0x7f000000u)));
-    return y;
-#else
-    return static_cast<int32_t>(dot) < 0 ? 0.0f : static_cast<float>(static_cast<int32_t>(dot)) * bits_float((127u - kDotShift) << 23);
-#endif
+// max(dot, 0) of two integer dots as a bf16 pair, rounded once: |dot| < 2^21 is exact in fp32. Conversions of integers (I2FP) and
+// packing leave the FMA pipe to the multiplies and sums, which need all of it.
+__device__ __forceinline__ uint32_t relu_dots(uint32_t even, uint32_t odd) {
+    return relu_bf16x2(static_cast<float>(static_cast<int32_t>(even)), static_cast<float>(static_cast<int32_t>(odd)));
 }
 
 // mul_bf16x2 of the low half of `a`, twice, and b; the instruction selects the half itself
@@ -88,11 +81,11 @@ __device__ __forceinline__ uint32_t mul_low_bf16x2(uint32_t a, uint32_t b) {
 #endif
 }
 
-// sum += bf16(bf16(dot) * weight) of two neighbouring heads, lower head first; the weights are bf16 in the upper half with a zero
-// lower half, so that the upper half of a product is the product as fp32
-__device__ __forceinline__ void add_folded_heads(float& sum, float dot_even, float dot_odd, uint32_t weight_even,
+// sum += bf16(bf16(relu(dot)) * weight) of two neighbouring heads, lower head first; the weights are bf16 in the upper half with a
+// zero lower half, so that the upper half of a product is the product as fp32
+__device__ __forceinline__ void add_folded_heads(float& sum, uint32_t dot_even, uint32_t dot_odd, uint32_t weight_even,
                                                  uint32_t weight_odd) {
-    const uint32_t pair = ptx::pack_bf16x2(dot_even, dot_odd);
+    const uint32_t pair = relu_dots(dot_even, dot_odd);
     sum += bits_float(mul_low_bf16x2(pair, weight_even));
     sum += bits_float(ptx::mul_bf16x2(pair, weight_odd));
 }

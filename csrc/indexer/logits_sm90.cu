@@ -16,22 +16,23 @@
 //                  runs of equal sequence with their largest visible count; the last blocks find each sequence's largest count
 //   fold_keys      64 keys a block: the same for a tile of keys and its 64 factors. Key order inside 16: even keys, then odd,
 //                  so that a thread's two rows g and g + 8 are neighbouring columns (one 4-byte store)
-//   score          persistent, one block an SM; a unit is 16 tokens x 64 tiles (4,096 columns), token blocks fastest, so
-//                  that blocks that run together read the same keys from L2
+//   score          persistent, one block an SM; a unit is 16 tokens and a chunk of tiles (chunks_of), token blocks fastest,
+//                  so that blocks that run together read the same keys from L2
 //   second pass    logits.cu
 //
-// Roles in `score`: warpgroups 0 and 1 own 8 tokens each and both multiply every key tile (M = 64) of the ring, as two halves
-// of 4 tokens (N = 128 = 4 x 32 heads, 64 accumulators a thread); warp 8 fetches whole tiles with plain bulk copies (the images
-// need no tensor map). The second half's products run beside the first half's epilogue, and one warpgroup's products beside the
-// other's epilogue. Query rows are placed so that a lane of a quad holds all heads of one token: column 8j + 2t + e is head
-// 2j + e of token t, so head sums need no exchange. The epilogue is bound by instruction issue; per pair of heads: 2 multiplies
-// (relu and conversion in one, int_relu), pack, one bf16x2 multiply, 2 unpack, 2 adds. The four partial sums are those of
-// score_tile.cuh: (p0 + p1) + (p2 + p3).
+// Roles in `score`: warpgroups 0 to 3 own 4 tokens each and all multiply every key tile of the ring (M = 64, N = 128 = 4 x 32 heads,
+// 64 accumulators a thread); warp 16 fetches whole tiles with plain bulk copies (the images need no tensor map). One
+// warpgroup's products run beside the others' head sums: four of them, with four warps a scheduler, overlap better than two
+// with two accumulator sets each. Query rows are placed so that a lane of a quad holds all heads of one token: column 8j + 2t + e
+// is head 2j + e of token t, so head sums need no exchange. Per pair of heads: 2 conversions, 1 packing with relu, 2 bf16x2
+// multiplies, 2 additions; the four partial sums are those of score_tile.cuh: (p0 + p1) + (p2 + p3). Measured, 4,096 tokens x
+// 65,536 columns: products alone 1.29 ms, head sums alone 1.4 ms, together 2.0 ms (the products take register ports from the sums).
 //
 // Shared memory: 2 x 65.1 KiB of queries (double-buffered) + 6 x 9 KiB of key tiles = 185 KiB.
 // Workspace: logits_workspace_bytes(), about 4.1 KiB a token + 132 bytes a sequence and column.
-// Limits: Hi <= 32, Di = 128. Without a workspace the portable kernel runs: ops/indexer.py gives none for other shapes, for
-// batches of fewer than 16 tokens a sequence (they would fold more keys than they score), and past 2 GiB.
+// Limits: Hi <= 32, Di = 128, row stride of the scores <= 2^26; otherwise, or without a workspace, the portable kernel runs.
+// ops/indexer.py gives no workspace for other shapes, for batches of fewer than 16 tokens a sequence (they would fold more keys
+// than they score), and past 2 GiB.
 // SASS: IGMMA
 #include "common/launch.h"
 #include "common/math.h"
@@ -53,6 +54,7 @@ constexpr int kGroupTokens = kTokens / kGroups;
 constexpr int kTileKeys = 64;
 constexpr int kStages = 6;
 constexpr int kImageBytes = kGroupTokens * kHeads * kDim;  // one warpgroup's queries
+constexpr int64_t kMaxStride = 1 << 26;       // 16 rows of scores are addressed with 32 bits
 
 struct Run {  // tokens begin..end-1 of the block belong to sequence seq; the most visible of them sees `limit` entries
     int begin, end, seq, limit;
@@ -280,15 +282,14 @@ __device__ __forceinline__ float load_shared_float(uint32_t smem) {
 // Head sums of one token for the thread's two keys; accumulators 4j, 4j + 1 are heads 2j, 2j + 1 of the even key, the next two of
 // the odd one. Partial sum r takes heads 8i + 2r, 8i + 2r + 1 for ascending i. They start from their first term, not from +0;
 // that can only make a zero negative, see Consumer::finish.
-__device__ __forceinline__ void head_sums(const uint32_t (&acc)[kAccumulators], const uint32_t (&weight)[kHeads],
-                                          float (&sum)[2]) {
+__device__ __forceinline__ void head_sums(const uint32_t (&acc)[kAccumulators], const uint32_t (&weight)[kHeads], float (&sum)[2]) {
 #pragma unroll
     for (int key = 0; key < 2; ++key) {
         float part[4];
 #pragma unroll
         for (int j = 0; j < kHeads / 2; ++j) {
             const int i = 4 * j + 2 * key;
-            const uint32_t pair = ptx::pack_bf16x2(int_relu(acc[i]), int_relu(acc[i + 1]));
+            const uint32_t pair = relu_dots(acc[i], acc[i + 1]);
             // weights have a zero low half, so that a product's bits are those of an fp32 number
             const float even = bits_float(mul_low_bf16x2(pair, weight[2 * j]));
             const float odd = bits_float(ptx::mul_bf16x2(pair, weight[2 * j + 1]));
@@ -360,12 +361,6 @@ __device__ __forceinline__ void fill_neg_inf(uint16_t* row, int begin, int end, 
 }
 
 struct Consumer {
-    struct Token {
-        uint16_t* row;
-        int visible;
-        bool mine;  // belongs to the current run
-    };
-
     // The products of a tile: 64 keys x 4 tokens. Operands at shared addresses; only the low descriptor word differs.
     static __device__ __forceinline__ void issue(uint32_t (&acc)[kAccumulators], uint32_t keys, uint32_t queries) {
         constexpr uint64_t kHigh = uint64_t{static_cast<uint32_t>(Swizzle::k128B)} << 62 | uint64_t{1024 / 16} << 32;
@@ -379,16 +374,15 @@ struct Consumer {
         return ptx::pack_bf16x2(__fmaf_rn(sum[0], factor_even, 0.0f), __fmaf_rn(sum[1], factor_odd, 0.0f));
     }
 
-    // Columns column and column + 1 of a token
-    static __device__ __forceinline__ void store(const Token& token, int column, int num_cols, bool aligned, uint32_t pair) {
-        if (column >= token.visible) pair = (pair & 0xffff0000u) | kNegInfBf16;
-        if (column + 1 >= token.visible) pair = (pair & 0xffffu) | static_cast<uint32_t>(kNegInfBf16) << 16;
-        if (!token.mine) return;
+    // Columns column and column + 1 of a token that sees `visible` entries, at `out`
+    static __device__ __forceinline__ void store(uint16_t* out, int column, int visible, int num_cols, bool aligned, uint32_t pair) {
+        if (column >= visible) pair = (pair & 0xffff0000u) | kNegInfBf16;
+        if (column + 1 >= visible) pair = (pair & 0xffffu) | static_cast<uint32_t>(kNegInfBf16) << 16;
         if (aligned && column + 1 < num_cols) {
-            *reinterpret_cast<uint32_t*>(token.row + column) = pair;
+            *reinterpret_cast<uint32_t*>(out) = pair;
         } else {
-            if (column < num_cols) token.row[column] = static_cast<uint16_t>(pair);
-            if (column + 1 < num_cols) token.row[column + 1] = static_cast<uint16_t>(pair >> 16);
+            if (column < num_cols) out[0] = static_cast<uint16_t>(pair);
+            if (column + 1 < num_cols) out[1] = static_cast<uint16_t>(pair >> 16);
         }
     }
 
@@ -423,18 +417,18 @@ struct Consumer {
             }
             fence_registers(weight);  // keeps the compiler from unpacking them again for every tile
             const int number = group * kGroupTokens + t;
-            Token token;
-            token.visible = meta.visible[number];
-            token.row = p.out + static_cast<int64_t>(unit.block * kTokens + number) * p.out_stride;
-            const int num_runs = meta.num_runs;
-            for (int r = 0; r < num_runs; ++r) {
-                const Run run = meta.run[r];
+            for (int r = 0; r < meta.num_runs; ++r) {  // what is rarely wanted stays in shared memory: registers are scarce
+                const Run& run = meta.run[r];
                 const int num_tiles = tiles_of(unit, run.limit);
-                token.mine = number >= run.begin && number < run.end;
-                // tiles that end at or before this column need no condition in the warp
-                const int plain = __reduce_min_sync(0xffffffffu, aligned && token.mine ? min_of(p.num_cols, token.visible) : 0);
-                int column = unit.first_col + warp * 16 + 2 * g;
-                for (int tile = 0; tile < num_tiles; ++tile, column += kTileKeys) {
+                const auto mine = [&](int token) { return token >= run.begin && token < run.end; };
+                // the first tiles need no condition in any lane: the run's tokens see all of their columns
+                const int plain = __reduce_min_sync(0xffffffffu, aligned && mine(number) ? min_of(p.num_cols, meta.visible[number]) : 0);
+                const int plain_tiles = max_of(0, plain - unit.first_col) / kTileKeys;
+                const int first_col = unit.first_col + warp * 16 + 2 * g;
+                // rows of the unit and a 32-bit offset: one addition a tile
+                uint8_t* block_out = reinterpret_cast<uint8_t*>(p.out + static_cast<int64_t>(unit.block) * kTokens * p.out_stride);
+                uint32_t offset = (static_cast<uint32_t>(number) * static_cast<uint32_t>(p.out_stride) + first_col) * 2;
+                for (int tile = 0; tile < num_tiles; ++tile, offset += kTileKeys * 2) {
                     const uint32_t keys = at(&shared.stage) + stage * static_cast<uint32_t>(sizeof(SharedStorage::Stage));
                     ptx::mbarrier_wait(at(shared.full) + 8 * stage, phase);
                     __syncwarp();
@@ -452,13 +446,14 @@ struct Consumer {
                     float sum[2];
                     head_sums(acc, weight, sum);
                     const uint32_t pair = finish(sum, factor_even, factor_odd);
-                    if (unit.first_col + (tile + 1) * kTileKeys <= plain) *reinterpret_cast<uint32_t*>(token.row + column) = pair;
-                    else store(token, column, p.num_cols, aligned, pair);
+                    uint16_t* out = reinterpret_cast<uint16_t*>(block_out + offset);
+                    if (tile < plain_tiles) *reinterpret_cast<uint32_t*>(out) = pair;
+                    else if (mine(number)) store(out, first_col + tile * kTileKeys, meta.visible[number], p.num_cols, aligned, pair);
                 }
                 const int filled = unit.first_col + num_tiles * kTileKeys;
-                const int mine = group * kGroupTokens + warp;
-                if (mine >= run.begin && mine < run.end)
-                    fill_neg_inf(p.out + static_cast<int64_t>(unit.block * kTokens + mine) * p.out_stride, filled, unit.end_col, lane);
+                const int other = group * kGroupTokens + warp;  // one token a warp
+                if (mine(other))
+                    fill_neg_inf(p.out + static_cast<int64_t>(unit.block * kTokens + other) * p.out_stride, filled, unit.end_col, lane);
             }
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(at(&shared.query_empty[buffer]));
@@ -512,7 +507,7 @@ int64_t logits_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t num
 }
 
 void launch_logits_sm90(const LogitsParams& params) {
-    if (params.workspace == nullptr) {
+    if (params.workspace == nullptr || params.out_stride > kMaxStride) {
         launch_logits(params);
         return;
     }

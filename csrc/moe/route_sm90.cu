@@ -11,7 +11,7 @@
 //
 // Barriers: full[s] counts the producer's arrival and the bytes of a stage; empty[s] one arrival a consumer warp.
 // SASS: HGMMA
-// Shared memory: 6 stages x 32 KiB, reused for 32 x 388 logits. Limits: E <= 384, k <= 32, N a multiple of 8.
+// Shared memory: 6 stages x 32 KiB, reused for 32 x 392 logits. Limits: E <= 384, k <= 32, N a multiple of 8.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/ptx_sm90.cuh"
@@ -31,7 +31,7 @@ constexpr int kStages = 6;
 constexpr int kWide = 128, kNarrow = 64;      // the two parts of a block's experts
 constexpr int kConsumerWarps = 4, kThreads = 384;
 constexpr int kConsumerRegisters = 232, kOtherRegisters = 104;
-constexpr int kLogitStride = kExperts + 4;
+constexpr int kLogitStride = kExperts + 8;  // rows 8 banks apart: 8-byte stores of a fragment do not collide
 constexpr int kXBytes = kTokens * kBlockK * 2, kStageBytes = kXBytes + kBlockExperts * kBlockK * 2;
 
 struct SharedStorage {
@@ -96,11 +96,12 @@ __device__ __forceinline__ void store_in_cluster(uint32_t address, float a, floa
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 
-template <int kExperts>
-__device__ __forceinline__ void store_logits(uint32_t line, const float (&sums)[kExperts / 2]) {
+// store(offset, a, b): two logits, `offset` floats behind those of element 0
+template <int kExperts, class Store>
+__device__ __forceinline__ void store_logits(const float (&sums)[kExperts / 2], int first_expert, const Store& store) {
 #pragma unroll
     for (int i = 0; i < kExperts / 2; i += 2)
-        store_in_cluster(line + (i / 2 % 2 * 8 * kLogitStride + i / 4 * 8) * 4, sums[i], sums[i + 1]);
+        store(i / 2 % 2 * 8 * kLogitStride + first_expert + i / 4 * 8, sums[i], sums[i + 1]);
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
@@ -126,11 +127,18 @@ __global__ void __launch_bounds__(kThreads, 1)
         consume(shared, num_steps, wide, narrow);
         ptx::cluster_arrive();  // both blocks are done with their rings: the logits may overwrite them
         ptx::cluster_wait();
-        const int row = warp * 16 + lane / 4;  // of element 0; the second half of the tokens goes to block 1
-        const uint32_t line = ptx::map_to_rank(ptx::smem_address(logits + row % 32 * kLogitStride + rank * kBlockExperts + lane % 4 * 2),
-                                               static_cast<uint32_t>(row / 32));
-        store_logits<kWide>(line, wide);
-        store_logits<kNarrow>(line + kWide * 4, narrow);
+        const int row = warp * 16 + lane / 4, owner = row / 32;  // of element 0; the second half of the tokens goes to block 1
+        float* line = logits + row % 32 * kLogitStride + rank * kBlockExperts + lane % 4 * 2;
+        const auto store = [&](auto put) {
+            store_logits<kWide>(wide, 0, put);
+            store_logits<kNarrow>(narrow, kWide, put);
+        };
+        if (owner == rank) {
+            store([&](int offset, float a, float b) { *reinterpret_cast<float2*>(line + offset) = make_float2(a, b); });
+        } else {
+            const uint32_t there = ptx::map_to_rank(ptx::smem_address(line), static_cast<uint32_t>(owner));
+            store([&](int offset, float a, float b) { store_in_cluster(there + offset * 4, a, b); });
+        }
         ptx::setmaxnreg_dec<kOtherRegisters>();
     } else {
         ptx::setmaxnreg_dec<kOtherRegisters>();

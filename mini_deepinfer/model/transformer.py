@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -167,11 +166,6 @@ class Model:
         self.embed = weights.tensors["embed.weight"]
         self.head, self.norm = weights.tensors["head.weight"], weights.tensors["norm.weight"]
         self.blocks = [Block(config, profile, plan, weights, tables, parallel) for plan in config.layers]
-
-    def prefetch(self, batch: PrefillBatch) -> PrefillBatch:
-        """The same batch with its engram rows on their way already, for a step that begins later; `forward` starts them otherwise."""
-        engrams = sorted((block.engram for block in self.blocks if block.engram is not None), key=lambda engram: engram.index)
-        return dataclasses.replace(batch, engram_rows=tuple(engram.prefetch(batch.engram_rows, self.device) for engram in engrams))
 
     @torch.inference_mode()
     def forward(self, batch: PrefillBatch, trace: Trace | None = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mini_deepinfer import cli, decode_graphs
-from mini_deepinfer.batch import ChunkRequest, build_batch, decode_arrays, engram_rows
+from mini_deepinfer.batch import ChunkRequest, FixedBatch, build_batch, decode_arrays, engram_rows
 from mini_deepinfer.config import EngineConfig, NumericProfile
 from mini_deepinfer.decode_graphs import DecodeGraphs, lengths_up_to, sizes_up_to
 from mini_deepinfer.parallel import Loopback, SingleProcess
@@ -258,3 +258,28 @@ def test_engram_rows_of_all_requests_at_once(seed: int):
 def test_the_flag(flags, on):
     arguments = cli.build_parser().parse_args(cli._on_off(["generate", "--model", "m", "--input", "i", "--output", "o", *flags]))
     assert EngineConfig.from_args(arguments).cuda_graph is on
+
+
+def test_prepared_indices_are_those_of_the_step():
+    """Whatever comes after a step: the same requests one token on, fewer, others, other pages, the end of a page or of the shape."""
+    geometry = make_llm(num_pages=64, max_model_len=64).caches.geometry
+    texts = [np.array(prompt(40, seed=seed)) for seed in range(4)]
+    device = torch.device("cpu")
+
+    def request(slot: int, start: int, first_page: int | None = None, num_pages: int | None = None) -> ChunkRequest:
+        first = 10 * slot if first_page is None else first_page
+        return ChunkRequest(texts[slot], start, start + 1, slot, list(range(first, first + (num_pages or geometry.pages_for(start + 1)))))
+
+    steps = [[request(0, start), request(1, start + 3)] for start in range(2, 9)]  # page 4: both meet page ends
+    steps += [[request(0, 9)], [request(0, 10), request(2, 5)], [request(2, 6), request(0, 11)]]
+    steps += [[request(2, 7, first_page=40), request(0, 12)]]
+    steps += [[request(0, start, num_pages=8), request(3, start, num_pages=8)] for start in range(26, 32)]
+    ahead = FixedBatch(geometry, 4, 32, device, ())
+    for step in steps:
+        ahead.fill(step)
+        plain = FixedBatch(geometry, 4, 32, device, ())
+        plain.fill(step)
+        assert torch.equal(ahead._buffer, plain._buffer)
+        ahead.prepare(step)
+    assert ahead.num_prepared == 3 + 5  # not the first of each run, and not where a request had no page for its next token
+    assert plain.num_prepared == 0

@@ -335,6 +335,25 @@ def test_candidate_logits(cuda: torch.device, candidate_impl: str, heads: int, d
         assert_bitwise(again, out, "another run")
 
 
+def test_candidate_logits_of_more_keys_than_shared_memory_holds(cuda: torch.device, candidate_impl: str) -> None:
+    """25,000 key blocks: sm90 takes them in rounds. Neighbours share candidates, one token takes every 132nd block."""
+    visible = [200_000 - 3 * i for i in range(40)]
+    s = scene([0] * 40, visible)
+    g = generator(4)
+    candidates = torch.stack([torch.randperm(25_000 - 16, generator=g)[:640].sort().values for _ in range(40)]).int()
+    candidates[20:30] = candidates[20]
+    candidates[30, :180] = torch.arange(180) * 132
+    candidates[30, 180:] = -1
+    candidates[31, -1] = 24_999
+    on_gpu = (*s.operands(cuda), candidates.to(cuda), 8)
+    out = indexer.candidate_logits(*on_gpu, impl=candidate_impl)
+    picked = torch.tensor([0, 19, 20, 29, 30, 31, 39])
+    wanted = reference.candidate_logits(*s.operands(tokens=picked), candidates[picked], 8)
+    assert_bitwise(out[picked.to(cuda)], wanted, "candidate_logits")
+    for _ in range(5):
+        assert_bitwise(indexer.candidate_logits(*on_gpu, impl=candidate_impl), out, "another run")
+
+
 def test_candidate_scores_have_the_bits_of_the_dense_scores(
     cuda: torch.device, logits_impl: str, candidate_impl: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -150,7 +151,7 @@ def test_loopback_does_rank_zeros_work(cuda, world):
     x = torch.randn(37, config.hidden_size, generator=g).bfloat16().cuda()
     moe = MoE(config, profile, config.layers[3], weights, parallel)
     counts = parallel.gather_counts(37)
-    got = moe(Activation(x, profile), Step(None, None, counts))
+    got = moe(Activation(x, profile), Step(SimpleNamespace(padding=None), None, counts))
     ids, route_weights = moe.gate(x)
     codes, scale = Activation(x, profile).groups()
     local = len(expert_range(config.n_routed_experts, world, 0))
