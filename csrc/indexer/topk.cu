@@ -34,6 +34,11 @@ constexpr int kMaxVectors = 65528;       // counts are summed in 16 bits
 constexpr int kCapacity = 1024;          // vectors kept in registers
 constexpr int kWideFrom = 4096;          // vectors from which a block has kWideThreads threads
 constexpr int kThreads = 128, kWideThreads = 256;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kResidentThreads = 896;  // wanted on a multiprocessor; with 1024 the compiler spills for sm_100a
+#else
+constexpr int kResidentThreads = 1024;
+#endif
 constexpr int kColumns = 8;              // of a vector: a candidate block of the fast path
 constexpr uint32_t kLowestKey = 0x0080, kEndKey = 0xff81;  // key of -FLT_MAX; behind the key of +inf
 
@@ -380,7 +385,7 @@ __device__ __forceinline__ RowOutput picks_of(const TopkParams& p, int64_t token
 
 // The fast path. kPicks: ids and count are wanted; kBlocks: blocks are.
 template <int kNumThreads, bool kPicks, bool kBlocks>
-__global__ void __launch_bounds__(kNumThreads, 1024 / kNumThreads) select_kernel(const __grid_constant__ TopkParams p) {
+__global__ void __launch_bounds__(kNumThreads, kResidentThreads / kNumThreads) select_kernel(const __grid_constant__ TopkParams p) {
     using Values = Maxima<kNumThreads>;
     extern __shared__ __align__(16) uint8_t dynamic[];
     __shared__ Shared shared;
