@@ -13,9 +13,9 @@ using bf16 = uint16_t;  // the bits
 // then, with a table, the last rope_dim of every head_dim columns of out are rotated (model spec 4.2).
 struct ScaledGemmParams {
     int num_rows;               // T
-    int num_columns;            // O, a multiple of 8
+    int num_columns;            // O
     int k;                      // K of one group, a multiple of 128
-    int groups;                 // g; with more than one O / groups is a multiple of 256
+    int groups;                 // g; O / groups is a multiple of 8
     const uint8_t* codes;       // [T, groups * K] E4M3
     int64_t codes_stride;       // bytes between rows, a multiple of 16
     const float* row_scale;     // [T, groups], powers of two

@@ -8,7 +8,7 @@ from mini_deepinfer.config import LayerPlan, ModelConfig, NumericProfile
 from mini_deepinfer.model.indexer import Indexer
 from mini_deepinfer.model.step import Step
 from mini_deepinfer.ops import attention, elementwise, reference
-from mini_deepinfer.ops.linear import Activation, Fp8Weight, fp8_grouped_linear, fp8_linear, grouped_linear, linear
+from mini_deepinfer.ops.linear import Activation, Fp8Weight, Rotation, fp8_grouped_linear, fp8_linear, grouped_linear, linear
 from mini_deepinfer.stages import stage
 from mini_deepinfer.weights import Weights
 
@@ -60,18 +60,14 @@ class Attention:
             return Fp8Weight.stack(operands, f"{name}.{'|'.join(parts)}")
 
         self.wq_a_wkv, self.wq_b, self.wo_b = fp8("wq_a", "wkv"), fp8("wq_b"), fp8("wo_b")
-        self.wo_a = self._split_groups(tensors[f"{name}.wo_a.weight"], tensors[f"{name}.wo_a.scale"], f"{name}.wo_a")
+        self.wo_a: Fp8Weight | torch.Tensor  # spec 4.7: FP8 under the production profile, else exact [g, O, K] in the compute dtype
+        if profile.wo_a == "fp8":
+            self.wo_a = fp8("wo_a")
+        else:
+            wo_a = (tensors[f"{name}.wo_a.weight"], tensors[f"{name}.wo_a.scale"])
+            self.wo_a = reference.linear.dequant_block32(*wo_a, profile.compute_dtype).unflatten(0, (config.o_groups, -1))
         self.compressor = Compressor(config, profile, plan, weights, table) if plan.owns_kv else None
         self.indexer = Indexer(config, profile, plan, weights, table) if plan.owns_kv or plan.owns_selection else None
-
-    def _split_groups(self, codes: torch.Tensor, scale: torch.Tensor, name: str) -> list[Fp8Weight] | torch.Tensor:
-        """wo_a by groups (spec 4.7): FP8 weights under the production profile, else exact [g, O, K] in the compute dtype."""
-        rank = self.config.o_lora_rank
-        if self.profile.wo_a == "bf16":
-            values = reference.linear.dequant_block32(codes, scale, self.profile.compute_dtype)
-            return values.unflatten(0, (-1, rank))
-        tiles = scale.split(rank // 32)
-        return [Fp8Weight(part, tile, f"{name}[{g}]") for g, (part, tile) in enumerate(zip(codes.split(rank), tiles))]
 
     def __call__(self, act: Activation, step: Step) -> torch.Tensor:
         """The normed input [T, N] to [T, N]."""
@@ -80,8 +76,8 @@ class Attention:
         with stage("attention.project"):
             low_rank, kv = fp8_linear(act, self.wq_a_wkv).split((config.q_lora_rank, config.head_dim), 1)
             query = Activation.normed(low_rank, self.q_norm, config.rms_norm_eps, self.profile, folded=True)
-            q = fp8_linear(query, self.wq_b).view(x.shape[0], config.num_attention_heads, config.head_dim)
-            q = elementwise.rope(q, batch.positions, self.table, out=q)
+            q = fp8_linear(query, self.wq_b, Rotation(batch.positions, self.table, config.head_dim))
+            q = q.view(x.shape[0], config.num_attention_heads, config.head_dim)
             attention.write_normed_window(
                 kv, self.kv_norm, config.rms_norm_eps, batch.positions, self.table, window, batch.window_rows
             )
@@ -100,14 +96,14 @@ class Attention:
                 q, window, batch.window_idx, compressed, rows, count, self.sink, config.head_dim**-0.5, out=None
             )
         with stage("attention.output"):
-            return fp8_linear(Activation(self._group_output(o, batch.positions).flatten(1), self.profile), self.wo_b)
+            return fp8_linear(Activation(self._group_output(o, batch.positions), self.profile), self.wo_b)
 
     def _group_output(self, o: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """o [T, H, D] without its rotation and through the grouped projection: [T, groups, rank] (spec 4.7)."""
+        """o [T, H, D] without its rotation and through the grouped projection: [T, groups * rank] (spec 4.7)."""
         groups = self.config.o_groups
         if isinstance(self.wo_a, torch.Tensor):
             o = elementwise.rope(o, positions, self.table, inverse=True, out=o)
-            return grouped_linear(o.unflatten(1, (groups, -1)).flatten(2), self.wo_a, self.profile)
-        folded = Activation.folds(o) and all(weight.folded is not None for weight in self.wo_a)
+            return grouped_linear(o.unflatten(1, (groups, -1)).flatten(2), self.wo_a, self.profile).flatten(1)
+        folded = Activation.folds(o) and self.wo_a.folded is not None
         rows = elementwise.rope_quant(o, positions, self.table, groups, inverse=True, folded=folded)
-        return fp8_grouped_linear(*rows, self.wo_a, o.dtype, batch_invariant=self.profile.batch_invariant)
+        return fp8_grouped_linear(*rows, self.wo_a, o.dtype, self.profile)

@@ -53,6 +53,13 @@ def test_golden_activation_quantisation(cuda, length):
     assert (logits - golden()[f"L{length}.bf16_aq.logits"].float()).abs().mean() <= 1.5 * AQ_MEAN[length]
 
 
+def test_golden_wo_a_fp8(cuda):
+    """The production profile: as far from the CPU in the same profile as the reference profile is."""
+    profile = {"dtype": torch.bfloat16, "activation_quant": True, "wo_a": "fp8"}
+    diff = (Runner(device="cuda", **profile).score(prompt(100)) - Runner(device="cpu", **profile).score(prompt(100))).abs()
+    assert diff.mean() <= 1.5 * AQ_MEAN[100]
+
+
 @pytest.mark.parametrize("activation_quant", [False, True])
 def test_blocks_teacher_forced_against_the_cpu(cuda, activation_quant):
     """Every block on the CPU's input: a wrong kernel cannot hide behind the noise of earlier layers."""
