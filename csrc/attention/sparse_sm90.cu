@@ -179,18 +179,12 @@ struct Producer {
         }
     }
 
-    // One quarter of the row's step to the K tile. It is expanded in registers before `wait`, for the part of the tile to be free.
-    template <int kQuarter, class Wait>
-    MDI_DEVICE void write_quarter(const LaneChunks& to, const Packed& packed, const LaneRow& row, int part, int buffer, const Wait& wait) const {
-        uint4 chunks[4];
-        expand_quarter<kQuarter>(packed, row, part, chunks);
+    // One quarter of the row's step, from registers to the K tile
+    template <int kQuarter>
+    MDI_DEVICE void write_quarter(const LaneChunks& to, const Packed& packed, const LaneRow& row, int part, int buffer) const {
+        expand_quarter<kQuarter>(to, packed, row, part, buffer * kTileBytes, store_shared_v4);
         uint8_t valid = 0;
         if (kQuarter == kQuarters - 1) valid = valid_rows(row);
-        wait();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            store_shared_v4(to.at(row.window, i) + buffer * kTileBytes + 2 * kQuarter * kAtomBytes, chunks[i]);
-        }
         __syncwarp();
         // The fence between these stores and the wgmma that reads them is the consumer's.
         if (lane == 0) {
@@ -232,17 +226,15 @@ struct Producer {
                 Packed::wait<0>();
             }
             packed.take<0>(row, part, tile);
-            const auto wait_for_half = [&](int half) { ptx::mbarrier_wait(address_of(&shared.empty[buffer][half]), parity); };
-            write_quarter<0>(to, packed, row, part, buffer, [&] {
-                wait_for_half(0);
-                if (windows) {
-                    wait_for_half(1);
-                    packed.start_second(params, row, part, tile);
-                }
-            });
+            ptx::mbarrier_wait(address_of(&shared.empty[buffer][0]), parity);
+            if (windows) {
+                ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
+                packed.start_second(params, row, part, tile);
+            }
+            write_quarter<0>(to, packed, row, part, buffer);
             packed.take<1>(row, part, tile);
             if (only_windows) packed.start(params, next_row, part);
-            write_quarter<1>(to, packed, row, part, buffer, [] {});
+            write_quarter<1>(to, packed, row, part, buffer);
             if (only_windows) {
                 Packed::wait<1>();  // the next rows came after
             } else if (windows || is_first) {
@@ -251,10 +243,11 @@ struct Producer {
             if (is_first) finish_query(item);
             packed.take<2>(row, part, tile);
             if (!only_windows) packed.start(params, next_row, part);
-            write_quarter<2>(to, packed, row, part, buffer, [&] { wait_for_half(1); });
+            ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
+            write_quarter<2>(to, packed, row, part, buffer);
             packed.take<3>(row, part, tile);
             __syncwarp();  // the second half of every window row is taken
-            write_quarter<3>(to, packed, row, part, buffer, [] {});
+            write_quarter<3>(to, packed, row, part, buffer);
             row = next_row;
             item = next_item;
             is_first = next_is_first;
