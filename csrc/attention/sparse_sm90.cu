@@ -399,11 +399,11 @@ struct Consumer {
         new_max[0] = next_max(m[0], new_max[0]);
         new_max[1] = next_max(m[1], new_max[1]);
         exponentiate(s, scale, new_max, part, p);
-        publish(p, new_max);
-        if constexpr (kWhen == Other::kAfter) {
+        if constexpr (kWhen == Other::kAfter) {  // the producers want the tile before the other consumer wants P
             wgmma_wait<0>();
             arrive(shared.empty[other][group]);
         }
+        publish(p, new_max);
         fence_registers(o[0]);
         fence_registers(o[1]);
         rescale(new_max, kWhen != Other::kNone);
