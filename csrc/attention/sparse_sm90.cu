@@ -6,11 +6,15 @@
 // or 33 KiB (FP8) in and out, P, Q and O in passing 30 KiB = 340 to 370 KiB = 2,700 to 2,950; ALU to expand 32,768 elements about
 // 600 of each scheduler. 10 steps a token, 31 tokens an SM: 0.49 ms at 1.755 GHz if everything overlaps.
 //
-// Measured on an H200 (T=4096, 640 slots, model-like indices): see docs/benchmarks. What the time goes into: the producers' own
-// instructions and their latencies (about 600 a warp and step; without products they need two thirds of the time), and, with two
-// K tiles, waiting for each other. Tried and slower: a fence for the asynchronous proxy in the producers (+5%), bulk copies of
-// rows (an instruction each, one after the other: +7%), half a warp a row for fewer memory cycles (+4%); no difference: sleeping
-// instead of polling barriers.
+// Measured on an H200: T=4096, 640 slots 0.748 ms (model-like indices) and 0.764 (random), 128 slots 0.251; T=256, 640 slots 0.057.
+// Of the first, the producers alone (no products) take 0.55 ms, the consumers alone (tiles not written) 0.63; together they share
+// issue slots and shared memory (74% busy), and with two K tiles each waits for the other. What decides are the producers'
+// instructions and latencies (600 a warp and step) and how early a tile is given back.
+// Tried and slower: fence.proxy.async by the producers instead of the consumers (0.80 after 0.76 ms); rows by cp.async.bulk, which
+// leaves a lane at a time (0.86); half a warp a row, a third fewer memory cycles but more instructions (0.796 after 0.767);
+// expanding a quarter before waiting for its place (0.772 after 0.766); both consumers adding the other's values before their own
+// scores (0.771 after 0.766). No difference: barriers waited for with a long suspend hint. Worth it: no rescaling of O (0.04 ms),
+// descriptors in uniform registers (0.02), the other's tile given back before P is published (0.02).
 //
 // One persistent block per SM walks over (token, 64 heads) items; four warpgroups:
 //   producers (warpgroups 2 and 3, 64 registers): copy packed rows by index to shared memory (cp.async), half a step ahead, and
@@ -179,10 +183,27 @@ struct Producer {
         }
     }
 
-    // One quarter of the row's step, from registers to the K tile
+    // One quarter of the row's step, from registers to the K tile. Stored chunk by chunk: four of them at once leave too few registers.
     template <int kQuarter>
     MDI_DEVICE void write_quarter(const LaneChunks& to, const Packed& packed, const LaneRow& row, int part, int buffer) const {
-        expand_quarter<kQuarter>(to, packed, row, part, buffer * kTileBytes, store_shared_v4);
+        const uint32_t offset = buffer * kTileBytes + 2 * kQuarter * kAtomBytes;
+        if (row.window) {
+#pragma unroll
+            for (int atom = 0; atom < 2; ++atom) {
+                uint4 chunks[2];
+                expand_codes(packed.codes[atom], packed.scales[kQuarter % 2] >> (8 * (2 * atom + part % 2)) & 0xffu, chunks[0], chunks[1]);
+                store_shared_v4(to.window + offset + atom * kAtomBytes, chunks[0]);
+                store_shared_v4((to.window ^ 16) + offset + atom * kAtomBytes, chunks[1]);
+            }
+        } else {
+            const uint4& v = packed.codes[kQuarter % 2];
+            uint32_t factor[2];
+            fp4_factors(packed.scales[kQuarter % 2], factor);
+            store_shared_v4(to.compressed + offset, expand_nibbles(v.x, factor[0]));
+            store_shared_v4((to.compressed ^ 16) + offset, expand_nibbles(v.y, factor[0]));
+            store_shared_v4((to.compressed ^ 32) + offset, expand_nibbles(v.z, factor[1]));
+            store_shared_v4((to.compressed ^ 48) + offset, expand_nibbles(v.w, factor[1]));
+        }
         uint8_t valid = 0;
         if (kQuarter == kQuarters - 1) valid = valid_rows(row);
         __syncwarp();
@@ -399,11 +420,11 @@ struct Consumer {
         new_max[0] = next_max(m[0], new_max[0]);
         new_max[1] = next_max(m[1], new_max[1]);
         exponentiate(s, scale, new_max, part, p);
-        publish(p, new_max);
-        if constexpr (kWhen == Other::kAfter) {
+        if constexpr (kWhen == Other::kAfter) {  // the producers want the tile before the other consumer wants P
             wgmma_wait<0>();
             arrive(shared.empty[other][group]);
         }
+        publish(p, new_max);
         fence_registers(o[0]);
         fence_registers(o[1]);
         rescale(new_max, kWhen != Other::kNone);

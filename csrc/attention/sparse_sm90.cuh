@@ -151,7 +151,7 @@ MDI_DEVICE uint4 expand_nibbles(uint32_t codes, uint32_t factor) {
 
 // Sixteen E4M3 codes of one scale as expand_fp8 with fp8_factor would: the same bits with one product instead of two unless the
 // scale is above 2^16. A NaN code makes all sixteen NaN.
-MDI_DEVICE void expand_codes(const uint4& codes, uint32_t scale, uint4 (&out)[2]) {
+MDI_DEVICE void expand_codes(const uint4& codes, uint32_t scale, uint4& low, uint4& high) {
     constexpr uint32_t kMagnitude = 0x07f007f0u, kSign = 0x80008000u, kBits = 0x7f7f7f7fu, kOnes = 0x01010101u;
     constexpr uint32_t kLargest = 254 - 111;  // with the 2^120 that make a code's bits its value
     const uint32_t nan = ((codes.x & kBits) + kOnes) | ((codes.y & kBits) + kOnes) | ((codes.z & kBits) + kOnes) | ((codes.w & kBits) + kOnes);
@@ -161,14 +161,16 @@ MDI_DEVICE void expand_codes(const uint4& codes, uint32_t scale, uint4 (&out)[2]
         const uint32_t t = __byte_perm(low, high, select);  // a code in both bytes of each half
         return bf16x2_product((t * 16 & kMagnitude) | (t & kSign), factor);
     };
-    out[0] = make_uint4(pair(codes.x, codes.y, 0x4400), pair(codes.x, codes.y, 0x5511), pair(codes.x, codes.y, 0x6622), pair(codes.x, codes.y, 0x7733));
-    out[1] = make_uint4(pair(codes.z, codes.w, 0x4400), pair(codes.z, codes.w, 0x5511), pair(codes.z, codes.w, 0x6622), pair(codes.z, codes.w, 0x7733));
+    const auto chunk = [=](uint32_t a, uint32_t b) { return make_uint4(pair(a, b, 0x4400), pair(a, b, 0x5511), pair(a, b, 0x6622), pair(a, b, 0x7733)); };
+    low = chunk(codes.x, codes.y);
+    high = chunk(codes.z, codes.w);
     if (scale > kLargest) {
         const uint32_t rest = fp8_factor(scale);
-#pragma unroll
-        for (uint4& v : out) {
-            v = make_uint4(bf16x2_product(v.x, rest), bf16x2_product(v.y, rest), bf16x2_product(v.z, rest), bf16x2_product(v.w, rest));
-        }
+        const auto product = [=](const uint4& v) {
+            return make_uint4(bf16x2_product(v.x, rest), bf16x2_product(v.y, rest), bf16x2_product(v.z, rest), bf16x2_product(v.w, rest));
+        };
+        low = product(low);
+        high = product(high);
     }
 }
 
@@ -252,8 +254,7 @@ struct Packed {
     }
 };
 
-// Where a lane's chunks of a K tile lie in its first atoms (see Packed for the columns): the first one, the others differ in
-// address bits 4 and 5. tile: its address, or 0 for offsets.
+// Where a lane's chunks of a K tile lie in its first two atoms (see Packed for the columns). tile: its address, or 0 for offsets.
 struct LaneChunks {
     uint32_t compressed, window;
 
@@ -262,30 +263,29 @@ struct LaneChunks {
         compressed = first + part / 2 * kAtomBytes;
         window = first ^ (part / 2 << 5);
     }
+    // chunk: 0 to 3 as expand_quarter numbers them
+    MDI_DEVICE uint32_t at(bool is_window, int chunk) const {
+        return is_window ? (window ^ (chunk % 2 * 16)) + chunk / 2 * kAtomBytes : compressed ^ (chunk * 16);
+    }
 };
 
-// Expands one quarter of the lane's row: store(address, 16 bytes) for each chunk. offset: of the tile from the one of `to`. Rows of
-// a warp may differ in kind.
-template <int kQuarter, class Store>
-MDI_DEVICE void expand_quarter(const LaneChunks& to, const Packed& packed, const LaneRow& row, int part, uint32_t offset,
-                               const Store& store) {
-    offset += 2 * kQuarter * kAtomBytes;
+// Expands one quarter (two atoms) of the lane's row: four chunks. Rows of a warp may differ in kind.
+template <int kQuarter>
+MDI_DEVICE void expand_quarter(const Packed& packed, const LaneRow& row, int part, uint4 (&chunks)[4]) {
     if (row.window) {
 #pragma unroll
         for (int atom = 0; atom < 2; ++atom) {
-            uint4 chunks[2];
-            expand_codes(packed.codes[atom], packed.scales[kQuarter % 2] >> (8 * (2 * atom + part % 2)) & 0xffu, chunks);
-            store(to.window + offset + atom * kAtomBytes, chunks[0]);
-            store((to.window ^ 16) + offset + atom * kAtomBytes, chunks[1]);
+            expand_codes(packed.codes[atom], packed.scales[kQuarter % 2] >> (8 * (2 * atom + part % 2)) & 0xffu, chunks[2 * atom],
+                         chunks[2 * atom + 1]);
         }
     } else {
         const uint4& v = packed.codes[kQuarter % 2];
         uint32_t factor[2];
         fp4_factors(packed.scales[kQuarter % 2], factor);
-        store(to.compressed + offset, expand_nibbles(v.x, factor[0]));
-        store((to.compressed ^ 16) + offset, expand_nibbles(v.y, factor[0]));
-        store((to.compressed ^ 32) + offset, expand_nibbles(v.z, factor[1]));
-        store((to.compressed ^ 48) + offset, expand_nibbles(v.w, factor[1]));
+        chunks[0] = expand_nibbles(v.x, factor[0]);
+        chunks[1] = expand_nibbles(v.y, factor[0]);
+        chunks[2] = expand_nibbles(v.z, factor[1]);
+        chunks[3] = expand_nibbles(v.w, factor[1]);
     }
 }
 

@@ -7,6 +7,9 @@
 //   2. the largest scores of the step go to all blocks: each follows the running maximum over the steps, as one block would;
 //   3. P and the parts of the sum go to all blocks, and every block adds P V of all steps, in order, to its dims of O.
 // A token of 640 slots takes two rounds: about two steps' gathering and expansion, and Q once, in sequence instead of ten.
+// Measured on an H200, 640 slots: T=1 and T=8 0.025 ms instead of 0.031, T=12 0.027; T=16 would need a second wave of clusters
+// (0.049), so more than twelve go to sparse_sm90.cu. Most of it is latency: two dependent reads of memory and three cluster
+// barriers a round, 128 KiB to other blocks' shared memory.
 //
 // 256 threads: all of them copy and expand, the first warpgroup does the products. Shared memory: Q 64 KiB, K tile 64 KiB (then P
 // of eight steps), values 64 KiB, packed rows 18 KiB (then P or O on its way out), the rest 10.3 KiB.
@@ -95,12 +98,24 @@ struct Block {
         return row;
     }
 
+    template <int kQuarter>
+    MDI_DEVICE void write_quarter(const Packed& packed, const LaneRow& row, int part, const LaneChunks& to) const {
+        uint4 chunks[4];
+        expand_quarter<kQuarter>(packed, row, part, chunks);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t offset = to.at(row.window, i) + 2 * kQuarter * kAtomBytes;
+            store_shared_v4(address_of(shared.keys) + offset, chunks[i]);
+            store_remote(address_of(shared.values[rank]) + offset % kAtomBytes, offset / kAtomBytes, chunks[i]);
+        }
+    }
+
     // The K tile of a step, here and its atoms to the blocks that own their columns
     // next_row: in and out, this lane's row of the step and of the one in the next round, whose bytes are fetched to L2 early
     MDI_DEVICE void expand(int step, bool with_query, LaneRow& next_row) const {
         const int part = Packed::part_of(lane), tile_row = warp * kWarpRows + Packed::row_of(lane);
         Packed packed(shared.packed[warp], tile_row, lane);
-        const uint32_t keys = address_of(shared.keys), values = address_of(shared.values[rank]);
+        const uint32_t keys = address_of(shared.keys);
         const LaneRow row = with_query ? row_of_step(step, tile_row) : next_row;
         packed.start(params, row, part);
         packed.start_second(params, row, part, keys);
@@ -112,21 +127,17 @@ struct Block {
             prefetch_l2(bytes + min_of(part * 128, kCompressedRowBytes - 1));
         }
         const LaneChunks to(0, tile_row, part);
-        const auto store = [&](uint32_t offset, const uint4& v) {
-            store_shared_v4(keys + offset, v);
-            store_remote(values + offset % kAtomBytes, offset / kAtomBytes, v);
-        };
         Packed::wait<0>();
         if (with_query) ptx::cluster_wait();  // all blocks have started
         packed.take<0>(row, part, keys);
-        expand_quarter<0>(to, packed, row, part, 0, store);
+        write_quarter<0>(packed, row, part, to);
         packed.take<1>(row, part, keys);
-        expand_quarter<1>(to, packed, row, part, 0, store);
+        write_quarter<1>(packed, row, part, to);
         packed.take<2>(row, part, keys);
-        expand_quarter<2>(to, packed, row, part, 0, store);
+        write_quarter<2>(packed, row, part, to);
         packed.take<3>(row, part, keys);
         __syncwarp();  // the second half of every window row is taken
-        expand_quarter<3>(to, packed, row, part, 0, store);
+        write_quarter<3>(packed, row, part, to);
         const uint8_t valid = valid_rows(row);
         if (lane == 0) reinterpret_cast<uint8_t*>(shared.valid)[warp] = valid;
     }
