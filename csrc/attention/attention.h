@@ -76,7 +76,7 @@ void launch_write_compressed(const WriteRowsParams& params);
 void launch_write_normed_window(const WriteRowsParams& params, const NormRope& norm);  // D <= kMaxNormDim
 void launch_compress(const CompressParams& params);
 void launch_sparse(const SparseParams& params);
-void launch_sparse_sm90(const SparseParams& params);        // few tokens: sparse_split_sm90
+void launch_sparse_sm90(const SparseParams& params);        // few tokens: the next one, which gives the same bits
 void launch_sparse_split_sm90(const SparseParams& params);
 
 }  // namespace mdi::attention

@@ -1,18 +1,20 @@
-// Sparse attention over packed KV rows on Hopper (wgmma). Same function as sparse.cu; model spec 4.5 and 4.6.
+// Sparse attention over packed KV rows on Hopper (wgmma). Same function as sparse.cu; model spec 4.5 and 4.6. Few tokens go to
+// sparse_split_sm90.cu, which gives the same bits.
 //
 // Floor of T=4096, H=64, 640 slots (GPU clocks per step of 64 slots and SM): tensor cores 2 x 64 x 64 x 512 multiply-adds
-// = 2,048; shared memory at 128 B: Q 64 + K 64 KiB for S, V 64 + P 16 KiB for O, 64 KiB to write K = 272 KiB = 2,180; ALU
-// to expand 32,768 elements about 1,000 of each scheduler. Packed rows from L2: 18 (FP4) or 33 KiB (FP8), a third of bf16
-// keys. 10 steps a token, 31 tokens an SM: 0.39 ms at 1.755 GHz if the three overlap.
+// = 2,048; shared memory at 128 B a clock: Q 64 + K 64 KiB for S, V 64 + P 16 KiB for O, 64 KiB to write K, packed rows 18 (FP4)
+// or 33 KiB (FP8) in and out, P, Q and O in passing 30 KiB = 340 to 370 KiB = 2,700 to 2,950; ALU to expand 32,768 elements about
+// 600 of each scheduler. 10 steps a token, 31 tokens an SM: 0.49 ms at 1.755 GHz if everything overlaps.
 //
-// Measured on an H200 (T=4096, 640 slots, model-like indices): whole tiles, one producer warpgroup with the packed rows on
-// their way in registers 0.95 ms (2.5 us a compressed step); tiles in parts, two producer warpgroups, still registers 1.04 ms
-// (3.0 us; 128 slots 0.30 after 0.33 ms). ptxas has all register loads in flight share a scoreboard, so that the L2 latency
-// was waited for once a step in the first and four times in the second. Through shared memory, as now: not measured yet.
+// Measured on an H200 (T=4096, 640 slots, model-like indices): see docs/benchmarks. What the time goes into: the producers' own
+// instructions and their latencies (about 600 a warp and step; without products they need two thirds of the time), and, with two
+// K tiles, waiting for each other. Tried and slower: a fence for the asynchronous proxy in the producers (+5%), bulk copies of
+// rows (an instruction each, one after the other: +7%), half a warp a row for fewer memory cycles (+4%); no difference: sleeping
+// instead of polling barriers.
 //
 // One persistent block per SM walks over (token, 64 heads) items; four warpgroups:
-//   producers (warpgroups 2 and 3, 64 registers): copy packed rows by index to shared memory, a step ahead, four lanes a row, and
-//     expand them to bf16 in the free one of two K tiles; copy Q under the first tile of its item;
+//   producers (warpgroups 2 and 3, 64 registers): copy packed rows by index to shared memory (cp.async), half a step ahead, and
+//     expand them to bf16 in the free one of two K tiles, a warp eight rows; copy Q under the first half of its item's first tile;
 //   consumers (warpgroups 0 and 1, 192 registers): step b belongs to consumer b % 2, which makes S = Q K^T (m64n64k16) and
 //     the softmax, and hands P (bf16) and the running maximum to the other through shared memory. Both add P V to their half
 //     of O (64 heads x 256 dims as two m64n128k16, the widest that ptxas takes at 512 threads; own P from registers, the
@@ -22,10 +24,11 @@
 // S was complete before; p_ready[2] P and maximum of a step published (they are free again when the last full[] of the step
 // after next completes, because that needs both empty[]); q_full, q_empty per item.
 //
-// Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, packed rows 16 KiB, the rest 2.2 KiB = 226.2 KiB. Tiles are
-// atoms of 64 columns (128 bytes a row) under the 128-byte swizzle: K-major for Q, K in S and P, MN-major for V = the same K tile.
-// Tiles are in the order and scale of row_codec.cuh: Q is permuted on its way in and O on its way out; the scale of S and the
-// last factor of O take the key factor back, exactly.
+// The maximum that P refers to follows the running maximum only when that is more than 2^8 above (next_max): the same function up
+// to the rounding of P, and O is hardly ever rescaled.
+//
+// Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, packed rows 18 KiB, the rest 1 KiB = 227 KiB, all there is. A packed row's
+// buffer is that of a compressed row; the second half of a window row waits in the K tile itself (Packed).
 //
 // A lane that is negative, at or past compressed_len, or outside the pool is never read through: zero row, score -inf. A
 // token without a valid lane gives 0. Results depend on nothing but the token itself. Limits: D = 512, H <= 128.
@@ -201,7 +204,7 @@ struct Producer {
         int item = at.item, next_item;  // the number of items: none
         bool is_first = true, next_is_first;
         row.settle(params, load_index(params, at, tile_row), at.first_slot + tile_row);
-        packed.start(params, row, lane);
+        packed.start(params, row, part);
         at.advance(params);
         next_row.settle(params, load_index(params, at, tile_row), at.first_slot + tile_row);
         next_item = at.item;
@@ -226,11 +229,11 @@ struct Producer {
             ptx::mbarrier_wait(address_of(&shared.empty[buffer][0]), parity);
             if (windows) {
                 ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
-                packed.start_second(params, row, lane, warp, tile);
+                packed.start_second(params, row, part, tile);
             }
             write_quarter<0>(to, packed, row, part, buffer);
             packed.take<1>(row, part, tile);
-            if (only_windows) packed.start(params, next_row, lane);
+            if (only_windows) packed.start(params, next_row, part);
             write_quarter<1>(to, packed, row, part, buffer);
             if (only_windows) {
                 Packed::wait<1>();  // the next rows came after
@@ -239,7 +242,7 @@ struct Producer {
             }
             if (is_first) finish_query(item);
             packed.take<2>(row, part, tile);
-            if (!only_windows) packed.start(params, next_row, lane);
+            if (!only_windows) packed.start(params, next_row, part);
             ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
             write_quarter<2>(to, packed, row, part, buffer);
             packed.take<3>(row, part, tile);
@@ -561,9 +564,7 @@ void launch_sparse_sm90(const SparseParams& params) {
     check_cuda("attention.sparse", cudaGetDevice(&device));
     check_cuda("attention.sparse", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
-#ifndef PROBE_NOSPLIT
-    if (4 * kSplitBlocks * items <= 3 * num_sms) return launch_sparse_split_sm90(params);
-#endif
+    if (4 * kSplitBlocks * items <= 3 * num_sms) return launch_sparse_split_sm90(params);  // clusters of eight do not fill every GPC
     const dim3 grid(min_of(items, num_sms));
     launch("attention.sparse", sparse_sm90_kernel, {grid, dim3(kThreads), sizeof(SharedStorage), params.stream}, params);
 }

@@ -195,36 +195,28 @@ struct Packed {
         : lane_slot(address_of(staged) + row_of(lane) * kPackedPitch),
           second((kAtoms - 2) * kAtomBytes + atom_offset(tile_row, window_unit(part_of(lane)))) {}
 
-    // Starts the copies of compressed rows or of the first halves of window rows, and of all scales, as one group; all lanes. Half a
-    // warp copies the 256 bytes of a row, so that its lines are asked for once. A skipped row is not read.
-    MDI_DEVICE void start(const SparseParams& params, const LaneRow& from, int lane) const {
-        const uint32_t windows = __ballot_sync(~0u, from.window);
+    // Starts the copies of a compressed row or of the first half of a window row, and all scales, as one group; all lanes. A
+    // skipped row is not read.
+    MDI_DEVICE void start(const SparseParams& params, const LaneRow& from, int part) const {
         __syncwarp();  // every lane has read what is overwritten
-        const uint32_t to = lane_slot - row_of(lane) * kPackedPitch + lane / 16 * kPackedPitch + lane % 16 * 16;
+        const uint32_t to = lane_slot + part * 16;
+        if (from.any()) {
+            const uint8_t* bytes = from.window ? params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes
+                                               : params.compressed + static_cast<int64_t>(from.idx) * kCompressedRowBytes;
+            bytes += part * 16;
 #pragma unroll
-        for (int i = 0; i < kWarpRows / 2; ++i) {
-            const int holder = 4 * i + lane / 16 * 2, idx = __shfl_sync(~0u, from.idx, holder);
-            const uint8_t* bytes = (windows >> holder & 1) != 0 ? params.window + static_cast<int64_t>(idx) * kWindowRowBytes
-                                                                : params.compressed + static_cast<int64_t>(idx) * kCompressedRowBytes;
-            if (idx >= 0) ptx::cp_async_16(to + 2 * i * kPackedPitch, bytes + lane % 16 * 16);
-        }
-        // Scales: 32 bytes behind the 256 codes of a compressed row, 16 behind the 512 of a window row
-        if (from.any() && lane < 16 && (lane % 2 == 0 || !from.window)) {
-            const uint8_t* bytes = from.window ? params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes + kHeadDim
-                                               : params.compressed + static_cast<int64_t>(from.idx) * kCompressedRowBytes + kHeadDim / 2;
-            ptx::cp_async_16(lane_slot + 256 + lane % 2 * 16, bytes + lane % 2 * 16);
+            for (int i = 0; i < 4; ++i) ptx::cp_async_16(to + 64 * i, bytes + 64 * i);
+            // Scales: 32 bytes behind the 256 codes of a compressed row, 16 behind the 512 of a window row
+            if (part < (from.window ? 1 : 2)) ptx::cp_async_16(to + 256, bytes + (from.window ? kHeadDim : 256));
         }
         ptx::cp_async_commit();
     }
-    // The second halves of window rows. The last two atoms of the tile must be free.
-    MDI_DEVICE void start_second(const SparseParams& params, const LaneRow& from, int lane, int warp, uint32_t tile) const {
-        const uint32_t windows = __ballot_sync(~0u, from.window);
-        const uint32_t to = tile + (kAtoms - 2 + lane % 16 / 8) * kAtomBytes + atom_offset(warp * kWarpRows + lane / 16, lane % 8);
+    // The second half of a window row; every lane copies what it takes itself. The last two atoms of the tile must be free.
+    MDI_DEVICE void start_second(const SparseParams& params, const LaneRow& from, int part, uint32_t tile) const {
+        if (from.window) {
+            const uint8_t* bytes = params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes + kHeadDim / 2 + window_unit(part) * 16;
 #pragma unroll
-        for (int i = 0; i < kWarpRows / 2; ++i) {
-            const int holder = 4 * i + lane / 16 * 2, idx = __shfl_sync(~0u, from.idx, holder);
-            const uint8_t* bytes = params.window + static_cast<int64_t>(idx) * kWindowRowBytes + kHeadDim / 2 + lane % 16 * 16;
-            if ((windows >> holder & 1) != 0) ptx::cp_async_16((to ^ (i * 32)) + i * 256, bytes);
+            for (int i = 0; i < 4; ++i) ptx::cp_async_16(second_at(tile, i), bytes + 64 * i);
         }
         ptx::cp_async_commit();
     }

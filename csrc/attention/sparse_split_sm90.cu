@@ -102,8 +102,8 @@ struct Block {
         Packed packed(shared.packed[warp], tile_row, lane);
         const uint32_t keys = address_of(shared.keys), values = address_of(shared.values[rank]);
         const LaneRow row = with_query ? row_of_step(step, tile_row) : next_row;
-        packed.start(params, row, lane);
-        packed.start_second(params, row, lane, warp, keys);
+        packed.start(params, row, part);
+        packed.start_second(params, row, part, keys);
         next_row = row_of_step(step + kRanks, tile_row);
         if (with_query) load_query();
         if (next_row.any()) {

@@ -4,9 +4,10 @@
 //     out[s] = bf16( R[s] + sigmoid( copysign( sqrt(max(|dot[s]|, 1e-6)), dot[s] ) ) * value )
 //
 // A block takes one token. A thread owns kGateChunks vectors of 8 columns of every stream, in registers from the load to the
-// store (out may be streams); the three sums of every stream are reduced together: a thread's columns in order, a butterfly
-// over the warp, the warps in order. Memory-bound: (3n + 1) * N * 2 bytes a token; the weights stay in L2.
-// Shared memory: 3 n floats a warp, 960 bytes. Limits: N % 8 == 0, N <= 10240, n <= 4. NaN reaches its whole stream.
+// store (out may be streams); of a chunk, all that only this block reads is under way before the first use. The three sums of
+// every stream are reduced together: a thread's columns in order, a butterfly over the warp, then the first warp adds the warps
+// in order and makes the gates. Memory-bound: (3n + 1) * N * 2 bytes a token; the weights stay in L1 and L2.
+// Shared memory: 3 n floats a warp and n gates, 976 bytes. Limits: N % 8 == 0, N <= 10240, n <= 4. NaN reaches its whole stream.
 #include "common/launch.h"
 #include "common/reduce.cuh"
 #include "elementwise/elementwise.h"

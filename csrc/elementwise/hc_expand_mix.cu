@@ -23,7 +23,11 @@ namespace {
 
 constexpr int kFinishChunks = 2;  // as in launch_row up to kMaxCollapseWidth columns
 constexpr int kFinishMaxThreads = kMaxCollapseWidth / kVector / kFinishChunks;
-constexpr int kFinishWarps = 32;  // wanted on a multiprocessor: 64 registers a thread
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kFinishWarps = 24;  // wanted on a multiprocessor; with 32 the compiler spills for sm_100a
+#else
+constexpr int kFinishWarps = 32;  // 64 registers a thread
+#endif
 
 // x / value for x >= 0 without a division: a factor rounded up gives the quotient or one too many.
 struct Divisor {

@@ -11,9 +11,9 @@
 // Passes (one stream, no host synchronisation):
 //   prepare        a token a thread block: queries folded into B fragments; the candidates sorted by the bucket (round, thread
 //                  block) that holds them; -inf for the columns without a visible entry; largest visible count of each sequence
-//   score          persistent, one thread block an SM: rows folded into shared memory, then a token a warp: up to four blocks at
-//                  once (two MMA tiles of M = 16: lanes g < 4 hold the keys of the first block of a tile, as rows g and g + 8,
-//                  lanes g >= 4 those of the second). The next token's queries and list are fetched meanwhile
+//   score          persistent, one thread block an SM: rows folded into shared memory, then a token a warp: two blocks a step
+//                  (M = 16: lanes g < 4 hold the keys of the first, as rows g and g + 8, lanes g >= 4 those of the second). The
+//                  next token's queries and list are fetched meanwhile
 //   second pass    candidate_logits.cu for tokens whose queries and for blocks whose keys do not fold; nothing otherwise
 //
 // Byte order of a block in shared memory: 16 bytes at 256 * s + 16 * (4 * (g % 4) + t) are the A fragment of MMA step s of lane
@@ -22,8 +22,6 @@
 // Limits: Hi <= 32, Di = 128, blocks of 8, pages of whole blocks, at most kMaxBuckets buckets and kMaxCandidates candidates;
 // otherwise, or without a workspace, candidate_logits.cu does everything. Workspace: candidate_workspace_bytes().
 // SASS: IMMA
-#include <type_traits>
-
 #include "common/launch.h"
 #include "common/math.h"
 #include "common/ptx_sm80.cuh"
@@ -39,7 +37,7 @@ constexpr int kHeads = 32;
 constexpr int kBlockKeys = 8;
 constexpr int kCodeBytes = kBlockKeys * kDim;
 constexpr int kBlockBytes = kCodeBytes + kBlockKeys * 4;  // 1,056: codes, then the factors of the 8 keys
-constexpr int kWarps = 16;
+constexpr int kWarps = 20;
 constexpr int kThreads = kWarps * 32;
 constexpr int kMaxBuckets = 512;
 constexpr int kMaxCandidates = 8192;
@@ -53,13 +51,13 @@ struct TokenRecord {
 static_assert(sizeof(TokenRecord) == 4160, "260 copies of 16 bytes");
 constexpr int kMaxSlots = (kSharedBytes - kWarps * static_cast<int>(sizeof(TokenRecord))) / kBlockBytes;  // blocks of an SM
 
-// An entry of a token's list: column block, where the key block lies, how many of its entries are visible.
-MDI_HOST_DEVICE constexpr uint32_t make_item(int position, int slot, int count) {
-    return static_cast<uint32_t>(position) | static_cast<uint32_t>(slot) << 16 | static_cast<uint32_t>(count - 1) << 28;
+// An entry of a token's list: column block (16 bits), last visible key of the key block (4), where the key block lies (12).
+MDI_HOST_DEVICE constexpr uint32_t make_item(int position, int slot, int num_visible) {
+    return static_cast<uint32_t>(position) | static_cast<uint32_t>(num_visible - 1) << 16 | static_cast<uint32_t>(slot) << 20;
 }
-MDI_HOST_DEVICE constexpr int position_of(uint32_t item) { return static_cast<int>(item & 0xffffu); }
-MDI_HOST_DEVICE constexpr int slot_of(uint32_t item) { return static_cast<int>(item >> 16 & 0xfffu); }
-MDI_HOST_DEVICE constexpr int count_of(uint32_t item) { return static_cast<int>(item >> 28) + 1; }
+MDI_HOST_DEVICE constexpr uint32_t position_of(uint32_t item) { return item & 0xffffu; }
+MDI_HOST_DEVICE constexpr uint32_t slot_of(uint32_t item) { return item >> 20; }
+MDI_HOST_DEVICE constexpr bool sees(uint32_t item, uint32_t key) { return (item & 0xf0000u) >= key << 16; }
 static_assert(kMaxSlots < 1 << 12 && kMaxCandidates <= 1 << 16, "fields of an item");
 static_assert(int64_t{kMaxBuckets} * kMaxBuckets * kMaxSlots < int64_t{1} << 32, "division by multiplication");
 
@@ -305,39 +303,31 @@ struct Query {
     uint32_t weight[kTiles][2];  // heads 8n + 2t and 8n + 2t + 1, bf16 in the upper half
 };
 
-// Head sums of 2 * kPairs blocks of keys: item[q] is, in lanes 0..15, the first block of tile q, in lanes 16..31 the second one.
-// Lane t holds the score of tile t / 2 (kPairs = 1: lanes t < 2), key g % 4 + 4 * (t % 2) of its half's block, before its factor.
-template <int kPairs, int kTiles>
-__device__ __forceinline__ float score_blocks(const uint8_t* rows, const uint32_t (&item)[kPairs], const Query<kTiles>& query,
-                                              int lane) {
-    uint32_t acc[kPairs][kTiles][4];
+// Scores, before their factors, of two blocks of keys: `block` is the first one in lanes 0..15, the second one in lanes 16..31.
+// Lane (g, t) gets key g % 4 + 4 * (t % 2) of its half's block.
+template <int kTiles>
+__device__ __forceinline__ float score_blocks(const uint8_t* block, const Query<kTiles>& query, int lane) {
+    uint32_t acc[kTiles][4];
 #pragma unroll
-    for (int step = 0; step < 4; ++step)
-#pragma unroll
-        for (int q = 0; q < kPairs; ++q) {
-            const uint4 a = reinterpret_cast<const uint4*>(rows + slot_of(item[q]) * kBlockBytes)[16 * step + lane % 16];
-#pragma unroll
-            for (int n = 0; n < kTiles; ++n) {
-                if (step == 0) mma_s8_m16n8k32<true>(acc[q][n], a, query.b[n][0], query.b[n][1]);
-                else mma_s8_m16n8k32<false>(acc[q][n], a, query.b[n][2 * step], query.b[n][2 * step + 1]);
-            }
-        }
-    // Sums start from -0, that is from their first term; against +0 that can only make a zero negative, see the caller.
-    const int t = lane % 4;
-    float sum[kPairs];
-#pragma unroll
-    for (int q = 0; q < kPairs; ++q) {
-        float low = -0.0f, high = -0.0f;
+    for (int step = 0; step < 4; ++step) {
+        const uint4 a = reinterpret_cast<const uint4*>(block)[16 * step + lane % 16];
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-            add_folded_heads(low, acc[q][n][0], acc[q][n][1], query.weight[n][0], query.weight[n][1]);
-            add_folded_heads(high, acc[q][n][2], acc[q][n][3], query.weight[n][0], query.weight[n][1]);
+            if (step == 0) mma_s8_m16n8k32<true>(acc[n], a, query.b[n][0], query.b[n][1]);
+            else mma_s8_m16n8k32<false>(acc[n], a, query.b[n][2 * step], query.b[n][2 * step + 1]);
         }
-        // lanes of even t go on with the low row, of odd t with the high one: p0 + p1 and p2 + p3
-        sum[q] = (t % 2 ? high : low) + __shfl_xor_sync(0xffffffffu, t % 2 ? low : high, 1);
     }
-    if constexpr (kPairs == 1) return sum[0] + __shfl_xor_sync(0xffffffffu, sum[0], 2);
-    else return (t / 2 ? sum[1] : sum[0]) + __shfl_xor_sync(0xffffffffu, t / 2 ? sum[0] : sum[1], 2);
+    // Sums start from -0, that is from their first term; against +0 that can only make a zero negative, see the caller.
+    float low = -0.0f, high = -0.0f;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+        add_folded_heads(low, acc[n][0], acc[n][1], query.weight[n][0], query.weight[n][1]);
+        add_folded_heads(high, acc[n][2], acc[n][3], query.weight[n][0], query.weight[n][1]);
+    }
+    // lanes of even t go on with the low row, of odd t with the high one: p0 + p1 and p2 + p3
+    const bool odd = lane % 2 != 0;
+    const float sum = (odd ? high : low) + __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+    return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
 
 template <int kTiles>
@@ -347,6 +337,7 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Work
     uint8_t* rows = shared_bytes;
     TokenRecord& record = reinterpret_cast<TokenRecord*>(rows + w.num_slots * kBlockBytes)[warp];
     const int owner = static_cast<int>(blockIdx.x);
+    const uint32_t key = g % 4 + 4 * (t % 2);  // of the lane's block: see score_blocks
     const auto fetch = [&](int64_t token) {  // the next token's record, 260 copies of 16 bytes
         if (token < p.num_tokens) {
             const uint8_t* source = reinterpret_cast<const uint8_t*>(&w.tokens[token]) + lane * 16;
@@ -382,6 +373,7 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Work
         int begin = begin_of(warp, 0), end = begin_of(warp, 1);
         int next_begin = begin_of(warp + kWarps, 0), next_end = begin_of(warp + kWarps, 1);
         uint32_t list = item_at(warp, begin + lane, end);
+        uint16_t* out = p.out + warp * p.out_stride + key;
         for (int64_t token = warp; token < p.num_tokens; token += kWarps) {
             ptx::cp_async_wait<0>();
             __syncwarp();
@@ -401,28 +393,23 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Work
             const uint32_t next_list = item_at(token + kWarps, next_begin + lane, next_end);
             const int after_begin = begin_of(token + 2 * kWarps, 0), after_end = begin_of(token + 2 * kWarps, 1);
 
-            uint16_t* out = p.out + token * p.out_stride;
-            const auto score = [&](auto pairs, int i) {  // items i.. of the 32 in `list`; `end - begin` are there
-                constexpr int kPairs = decltype(pairs)::value;
-                uint32_t item[kPairs];
-#pragma unroll
-                for (int q = 0; q < kPairs; ++q) item[q] = __shfl_sync(0xffffffffu, list, i + 2 * q + lane / 16);
-                const float sum = score_blocks<kPairs, kTiles>(rows, item, query, lane);
-                const int key = g % 4 + 4 * (t % 2), tile = kPairs == 1 ? 0 : t / 2;
-                const uint32_t mine = tile == 0 ? item[0] : item[kPairs - 1];
-                const float factor = reinterpret_cast<const float*>(rows + slot_of(mine) * kBlockBytes + kCodeBytes)[key];
-                // + 0: a sum of nothing but zeros is +0 in the reference
-                const uint16_t value = key < count_of(mine) ? to_bf16_bits(__fmaf_rn(sum, factor, 0.0f)) : kNegInfBf16;
-                if ((kPairs == 2 || t < 2) && i + 2 * tile + lane / 16 < end - begin) out[position_of(mine) * kBlockKeys + key] = value;
-            };
-            while (begin < end) {
+            for (;;) {  // 32 items of the list a time
                 const int here = min_of(32, end - begin);
-                int i = 0;
-                for (; i + 2 < here; i += 4) score(std::integral_constant<int, 2>{}, i);
-                if (i < here) score(std::integral_constant<int, 1>{}, i);
+                const int stored = t < 2 ? here - lane / 16 : 0;  // lanes t >= 2 hold what lanes t < 2 store
+                for (int i = 0; i < here; i += 2) {
+                    const uint32_t item = __shfl_sync(0xffffffffu, list, i + lane / 16);
+                    const uint8_t* block = rows + slot_of(item) * kBlockBytes;
+                    const float sum = score_blocks<kTiles>(block, query, lane);
+                    const float factor = reinterpret_cast<const float*>(block + kCodeBytes)[key];
+                    // + 0: a sum of nothing but zeros is +0 in the reference
+                    const uint16_t value = to_bf16_bits(__fmaf_rn(sum, factor, 0.0f));
+                    if (i < stored) out[position_of(item) * kBlockKeys] = sees(item, key) ? value : kNegInfBf16;
+                }
                 begin += 32;
-                if (begin < end) list = item_at(token, begin + lane, end);
+                if (begin >= end) break;
+                list = item_at(token, begin + lane, end);
             }
+            out += kWarps * p.out_stride;
             begin = next_begin, end = next_end, list = next_list, next_begin = after_begin, next_end = after_end;
         }
     }

@@ -281,7 +281,8 @@ __device__ int select_from_row(const Source& source, int k, const RowOutput& out
             },
             k, shared, num_above);
     }
-    return emit_from_row<kThreads>(source, threshold, threshold == kNoKey ? source.num_items : num_above, k - num_above, out, shared);
+    const int max_above = threshold == kNoKey ? source.num_items : num_above;
+    return emit_from_row<kThreads>(source, threshold, max_above, k - num_above, out, shared);
 }
 
 }  // namespace mdi::indexer

@@ -9,7 +9,8 @@
 //      reach the k-th largest maximum, and only vectors whose maximum reaches it can hold a pick. The same holds for the
 //      maxima of 4 neighbouring vectors, where the k-th largest is found from a quarter of the values and lies little lower.
 //   2. Vectors that reach this bound (about 1.1 k) are listed in order, read again, and kept in registers: the
-//      exact k-th largest score T and the picks, in order, come from there.
+//      exact k-th largest score T and the picks, in order, come from there. The rows in work are more than L2 holds, so that
+//      these reads cost 64 bytes each, about 33 KiB a row at k = 512.
 //   3. A candidate block is a vector, so blocks are chosen among the maxima: every one above the num_blocks-th largest,
 //      and the first ones equal to it.
 // search() finds a k-th largest value by bisection over the 16-bit keys of bf16, three counts a round.
@@ -33,6 +34,11 @@ constexpr int kMaxVectors = 65528;       // counts are summed in 16 bits
 constexpr int kCapacity = 1024;          // vectors kept in registers
 constexpr int kWideFrom = 4096;          // vectors from which a block has kWideThreads threads
 constexpr int kThreads = 128, kWideThreads = 256;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kResidentThreads = 896;  // wanted on a multiprocessor; with 1024 the compiler spills for sm_100a
+#else
+constexpr int kResidentThreads = 1024;
+#endif
 constexpr int kColumns = 8;              // of a vector: a candidate block of the fast path
 constexpr uint32_t kLowestKey = 0x0080, kEndKey = 0xff81;  // key of -FLT_MAX; behind the key of +inf
 
@@ -143,7 +149,8 @@ __device__ __forceinline__ uint32_t search(uint32_t low, uint32_t high, const in
 
 // The answer is expected just above `low`.
 template <int kNumThreads, class Add>
-__device__ __forceinline__ uint32_t search_up(uint32_t low, uint32_t high, int k, int slack, const Add& add, int& slot, Shared& shared) {
+__device__ __forceinline__ uint32_t search_up(uint32_t low, uint32_t high, int k, int slack, const Add& add, int& slot,
+                                              Shared& shared) {
     const int from = static_cast<int>(low);
     return search<kNumThreads>(low, high, {from + 4, from + 16, from + 64}, k, slack, add, slot, shared);
 }
@@ -183,7 +190,7 @@ struct Layout {
 
 using Columns = ColumnSource<uint16_t>;
 
-// Reads the row once: the maximum of every vector, and the key of the largest -> shared.top (0 before).
+// Reads the row once: the maximum of every vector, and the key of the largest -> shared.top (kLowestKey before).
 template <int kNumThreads>
 __device__ __forceinline__ void read_maxima(const Columns& row, const Layout& at, Shared& shared) {
     constexpr int kInFlight = 8;
@@ -378,7 +385,8 @@ __device__ __forceinline__ RowOutput picks_of(const TopkParams& p, int64_t token
 
 // The fast path. kPicks: ids and count are wanted; kBlocks: blocks are.
 template <int kNumThreads, bool kPicks, bool kBlocks>
-__global__ void __launch_bounds__(kNumThreads, 1024 / kNumThreads) select_kernel(const __grid_constant__ TopkParams p) {
+__global__ void __launch_bounds__(kNumThreads, kResidentThreads / kNumThreads) select_kernel(const __grid_constant__ TopkParams p) {
+    using Values = Maxima<kNumThreads>;
     extern __shared__ __align__(16) uint8_t dynamic[];
     __shared__ Shared shared;
     const int64_t token = blockIdx.x;
@@ -403,17 +411,17 @@ __global__ void __launch_bounds__(kNumThreads, 1024 / kNumThreads) select_kernel
     // a little lower than the bounds of the vectors' maxima, and quicker found
     uint32_t pick_bound = kLowestKey, block_bound = kLowestKey;
     if (kPicks && num_vectors > kCapacity)
-        pick_bound = search_down<kNumThreads>(shared.top + 1, p.k, p.k / 8, Maxima<kNumThreads>{at, pick_level}, slot, shared);
+        pick_bound = search_down<kNumThreads>(shared.top + 1, p.k, p.k / 8, Values{at, pick_level}, slot, shared);
     if (block_level)
-        block_bound = search_down<kNumThreads>(shared.top + 1, p.num_blocks, p.num_blocks / 8, Maxima<kNumThreads>{at, true}, slot, shared);
+        block_bound = search_down<kNumThreads>(shared.top + 1, p.num_blocks, p.num_blocks / 8, Values{at, true}, slot, shared);
 
     Kept<kNumThreads> kept;
     int listed = 0;
     if constexpr (kPicks) {
         listed = list_vectors<kNumThreads>(pick_bound, at, shared);
         if (listed > kCapacity && p.k < kCapacity) {  // neighbours are alike
-            pick_bound = search_up<kNumThreads>(pick_bound, shared.top + 1, p.k, (kCapacity - p.k) / 2, Maxima<kNumThreads>{at, false},
-                                                slot, shared);
+            pick_bound = search_up<kNumThreads>(pick_bound, shared.top + 1, p.k, (kCapacity - p.k) / 2, Values{at, false}, slot,
+                                                shared);
             listed = list_vectors<kNumThreads>(pick_bound, at, shared);
         }
         kept.load(row, p.candidates == nullptr ? nullptr : p.candidates + token * p.num_candidates, at,
@@ -424,12 +432,14 @@ __global__ void __launch_bounds__(kNumThreads, 1024 / kNumThreads) select_kernel
         if (threadIdx.x == 0 && p.visible[token] > 0 && newest < num_vectors) at.maxima[newest] = 0x7f80;
         __syncthreads();
         int32_t* blocks = p.blocks + token * p.num_blocks;
-        finish_row<kNumThreads>(blocks, put_blocks<kNumThreads>(block_bound, p.num_blocks, blocks, at, slot, shared), p.num_blocks, nullptr);
+        const int found = put_blocks<kNumThreads>(block_bound, p.num_blocks, blocks, at, slot, shared);
+        finish_row<kNumThreads>(blocks, found, p.num_blocks, nullptr);
     }
     if constexpr (kPicks) {
         const RowOutput out = picks_of(p, token);
-        const int found = listed <= kCapacity ? put_picks(kept, pick_bound, num_vectors > kCapacity, p.k, out.ids, at, slot, shared)
-                                              : select_from_row<kNumThreads>(row, p.k, out, shared.radix);
+        const int found = listed <= kCapacity
+                              ? put_picks(kept, pick_bound, num_vectors > kCapacity, p.k, out.ids, at, slot, shared)
+                              : select_from_row<kNumThreads>(row, p.k, out, shared.radix);
         finish_row<kNumThreads>(out.ids, found, p.k, p.count == nullptr ? nullptr : p.count + token);
     }
 }

@@ -5,7 +5,7 @@
 // 28,500 stay exact, smaller ones move by at most S * 2^-10. A NaN scale makes the row's scale NaN.
 // Columns are reordered inside every 128 (fold.cuh), columns past K are zero. Rows at or past
 // offsets[E] are neither read nor written.
-// One warp per row. Memory: 1.03 K bytes in, K out.
+// One warp per row, eight loads of 128 bytes in flight. Memory: 1.03 K bytes in, K out.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/reduce.cuh"
@@ -17,6 +17,7 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kBlocksPerSm = 8;
+constexpr int kInFlight = 8;   // 128-column blocks a warp has requested before it waits for the first
 
 // the largest of `count` bytes, in every lane
 __device__ __forceinline__ uint32_t warp_max_byte(const uint8_t* __restrict__ bytes, int count) {
@@ -38,13 +39,19 @@ __global__ void __launch_bounds__(kThreads) fold_rows_kernel(const __grid_consta
         uint32_t* folded = reinterpret_cast<uint32_t*>(params.folded + row * (blocks * 128));
         const uint32_t largest = warp_max_byte(scale, groups);
         if (lane == 0) params.row_scale[row] = e8m0_decode(static_cast<uint8_t>(largest));
-#pragma unroll 8
-        for (int block = 0; block < blocks; ++block) {
-            const int group = 4 * block + t;
-            uint32_t value = 0;
-            if (group < groups)
-                value = shift_codes(codes[group * 8 + q], static_cast<int>(largest) - static_cast<int>(scale[group]));
-            folded[block * 32 + lane] = value;
+        for (int first = 0; first < blocks; first += kInFlight) {
+            uint32_t words[kInFlight], bytes[kInFlight];
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+                const int group = 4 * (first + i) + t;
+                words[i] = group < groups ? codes[group * 8 + q] : 0;
+                bytes[i] = group < groups ? scale[group] : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i)
+                if (first + i < blocks)
+                    folded[(first + i) * 32 + lane] =
+                        shift_codes(words[i], static_cast<int>(largest) - static_cast<int>(bytes[i]));
         }
     }
 }

@@ -6,8 +6,10 @@
 
 namespace mdi::moe {
 
-MDI_DEVICE float sqrt_softplus(float x) {
-    return __fsqrt_rn(x > 20.0f ? x : log1pf(expf(x)));
+// x <= 20 ? log1p(exp(x)) : x, NaN stays NaN; the argument is bounded so that the compiler needs no branch for it
+MDI_DEVICE float softplus(float x) {
+    const float y = log1pf(expf(fminf(x, 20.0f)));
+    return x <= 20.0f ? y : x;
 }
 
 // larger float <=> larger key; NaN is the largest; 0 is below every value
@@ -32,13 +34,16 @@ MDI_DEVICE void load_bias(const RouteParams& p, float (&bias)[kExperts / 32]) {
 template <int kExperts>
 MDI_DEVICE void select_experts(const RouteParams& p, float* line, const float (&bias)[kExperts / 32], int64_t token) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    float scores[kExperts / 32];
     uint32_t keys[kExperts / 32];
 #pragma unroll
-    for (int i = 0; i < kExperts / 32; ++i) {
+    for (int i = 0; i < kExperts / 32; ++i) scores[i] = softplus(line[lane + 32 * i]);
+#pragma unroll
+    for (int i = 0; i < kExperts / 32; ++i) {  // on its own: the root's rare cases are a branch, which would part the steps above
         const int expert = lane + 32 * i;
-        const float score = sqrt_softplus(line[expert]);
-        line[expert] = score;
-        keys[i] = expert < p.num_experts ? order_key(__fadd_rn(score, bias[i])) : 0;
+        scores[i] = __fsqrt_rn(scores[i]);
+        line[expert] = scores[i];
+        keys[i] = expert < p.num_experts ? order_key(__fadd_rn(scores[i], bias[i])) : 0;
     }
     __syncwarp();
     float total = 0.0f, my_score = 0.0f;

@@ -1,11 +1,11 @@
-// Router (model spec 6.1, formulas in route.cu) on wgmma, up to 384 experts (more: route.cu). Same bits as route.cu: partial sums over
-// 64 columns in the tensor core, added with fp32 rounding, columns ascending; no split over K.
+// Router (model spec 6.1, formulas in route.cu) on wgmma, up to 384 experts (more: route.cu). Same bits as route.cu: partial
+// sums over 64 columns in the tensor core, added with fp32 rounding, columns ascending; no split over K.
 //
-// A cluster of two blocks takes 64 tokens, each block half of the experts. Block roles (384 threads):
+// A cluster of two blocks takes 64 tokens, each block half of the experts. Block roles (512 threads):
 //   warps 0..3   one warpgroup, 64 tokens x 192 experts as 128 + 64: wgmma m64n128k16 and m64n64k16, both operands in shared
 //                memory; the partial sums of the first are added while the second is multiplied
 //   warp 4       one thread fetches stages of 64 columns by TMA: x [64 tokens] and W [192 experts], 128-byte swizzle
-//   all 12       select
+//   all 16       select
 // The logits of a token meet in one block: of the first 32 tokens in block 0, of the others in block 1, written over the
 // finished ring through distributed shared memory. Then a warp scores and selects for one token at a time (route.cuh).
 //
@@ -29,8 +29,8 @@ constexpr int kBlockExperts = kExperts / 2;
 constexpr int kBlockK = 64;
 constexpr int kStages = 6;
 constexpr int kWide = 128, kNarrow = 64;      // the two parts of a block's experts
-constexpr int kConsumerWarps = 4, kThreads = 384;
-constexpr int kConsumerRegisters = 232, kOtherRegisters = 104;
+constexpr int kConsumerWarps = 4, kThreads = 512;
+constexpr int kConsumerRegisters = 232, kOtherRegisters = 88;
 constexpr int kLogitStride = kExperts + 8;  // rows 8 banks apart: 8-byte stores of a fragment do not collide
 constexpr int kXBytes = kTokens * kBlockK * 2, kStageBytes = kXBytes + kBlockExperts * kBlockK * 2;
 
@@ -44,7 +44,8 @@ struct Maps {
     CUtensorMap x, weight;
 };
 
-__device__ __forceinline__ void produce(SharedStorage& shared, const Maps& maps, int num_steps, int32_t first_token, int32_t first_expert) {
+__device__ __forceinline__ void produce(SharedStorage& shared, const Maps& maps, int num_steps, int32_t first_token,
+                                        int32_t first_expert) {
     for (int step = 0; step < num_steps; ++step) {
         const int stage = step % kStages;
         const uint32_t full = ptx::smem_address(&shared.full[stage]), ring = ptx::smem_address(shared.ring[stage]);
@@ -75,7 +76,8 @@ __device__ __forceinline__ void add(float (&sums)[kCount], float (&part)[kCount]
 }
 
 // The logits of the block: element i of wide is expert 8 (i / 4) + .. (wgmma_sm90.cuh), narrow is kWide experts further.
-__device__ __forceinline__ void consume(SharedStorage& shared, int num_steps, float (&wide)[kWide / 2], float (&narrow)[kNarrow / 2]) {
+__device__ __forceinline__ void consume(SharedStorage& shared, int num_steps, float (&wide)[kWide / 2],
+                                        float (&narrow)[kNarrow / 2]) {
     for (int step = 0; step < num_steps; ++step) {
         const int stage = step % kStages;
         const uint32_t x = ptx::smem_address(shared.ring[stage]), weight = x + kXBytes;
@@ -127,7 +129,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         consume(shared, num_steps, wide, narrow);
         ptx::cluster_arrive();  // both blocks are done with their rings: the logits may overwrite them
         ptx::cluster_wait();
-        const int row = warp * 16 + lane / 4, owner = row / 32;  // of element 0; the second half of the tokens goes to block 1
+        // of element 0; the second half of the tokens goes to block 1
+        const int row = warp * 16 + lane / 4, owner = row / 32;
         float* line = logits + row % 32 * kLogitStride + rank * kBlockExperts + lane % 4 * 2;
         const auto store = [&](auto put) {
             store_logits<kWide>(wide, 0, put);
@@ -166,8 +169,8 @@ void launch_route_sm90(const RouteParams& params) {
     if (params.num_tokens == 0) return;
     const auto hidden = static_cast<uint64_t>(params.hidden);
     Maps maps;
-    maps.x = make_tensor_map({"moe.route_sm90: x", TmaType::kBf16, params.x, 2, {hidden, static_cast<uint64_t>(params.num_tokens)},
-                              {hidden * 2}, {kBlockK, kTokens}});
+    maps.x = make_tensor_map({"moe.route_sm90: x", TmaType::kBf16, params.x, 2,
+                              {hidden, static_cast<uint64_t>(params.num_tokens)}, {hidden * 2}, {kBlockK, kTokens}});
     maps.weight = make_tensor_map({"moe.route_sm90: weight", TmaType::kBf16, params.weight, 2,
                                    {hidden, static_cast<uint64_t>(params.num_experts)}, {hidden * 2}, {kBlockK, kBlockExperts}});
     const auto clusters = static_cast<unsigned>(ceil_div<int64_t>(params.num_tokens, kTokens));

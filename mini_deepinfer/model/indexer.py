@@ -11,7 +11,7 @@ from mini_deepinfer.ops.linear import Activation, Fp8Weight, fp8_linear, linear
 from mini_deepinfer.stages import stage
 from mini_deepinfer.weights import Weights
 
-LOGITS_BYTES = 256 << 20  # scores held at once: queries are scored in chunks of rows that fit
+LOGITS_BYTES = 512 << 20  # scores held at once: queries are scored in chunks of rows that fit
 
 
 class Indexer:

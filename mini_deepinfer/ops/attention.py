@@ -207,7 +207,8 @@ def sparse(
     Skipped lanes are never read through; the kernels also skip rows outside the pool. Probabilities are rounded to q's
     dtype for the product with the values, not for their sum. Deterministic, and independent of the other tokens.
     Synchronises: no. Workspace: none. NaN in a valid lane makes its heads NaN.
-    Kernels (D = 512, H a multiple of 4 up to 128): csrc/attention/sparse_sm90.cu, csrc/attention/sparse.cu.
+    Kernels (D = 512, H a multiple of 4 up to 128): csrc/attention/sparse_sm90.cu, csrc/attention/sparse_split_sm90.cu (few
+    tokens; the same bits), csrc/attention/sparse.cu.
     Reference: ops.reference.attention.sparse.
     """
     op = "attention.sparse"

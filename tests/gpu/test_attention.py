@@ -312,6 +312,20 @@ def test_sparse_is_deterministic_and_alone(impl: str) -> None:
         assert torch.equal(alone, first[part]), f"token {t}"
 
 
+@pytest.mark.parametrize(("heads", "window", "picks"), [(64, 128, 512), (64, 70, 1000), (68, 13, 7), (128, 63, 130), (20, 128, 0)])
+def test_sparse_few_tokens_bits(impl: str, heads: int, window: int, picks: int) -> None:
+    """Few tokens may be spread over more blocks each, in rounds of 512 slots: the same bits."""
+    case = make(140, heads, window, picks, seed=17)
+    wanted = case.run(impl)
+    for tokens in (1, 6, 7, 12, 13):
+        few = Inputs(
+            case.q[:tokens], case.window, case.window_idx[:tokens], case.compressed,
+            None if case.compressed_idx is None else case.compressed_idx[:tokens],
+            None if case.compressed_len is None else case.compressed_len[:tokens], case.sink,
+        )  # fmt: skip
+        assert torch.equal(few.run(impl), wanted[:tokens]), f"T={tokens}"
+
+
 def test_sparse_strided_query_and_canary(impl: str) -> None:
     case = make(6, 20, picks=64, seed=16)
     wide = torch.full((6, 30, DIM), math.nan, dtype=torch.bfloat16, device="cuda")
