@@ -8,7 +8,6 @@
 #include "attention/attention_api.h"
 #include "elementwise/elementwise_api.h"
 #include "indexer/indexer_api.h"
-#include "linear/linear_api.h"
 #include "moe/moe_api.h"
 
 #include "build_record.h"  // written by setup.py: MDI_BUILD_RECORD, a JSON string
@@ -22,7 +21,6 @@ STABLE_TORCH_LIBRARY(mini_deepinfer, m) {
     mdi::attention::define_attention(m);
     mdi::indexer::define_indexer(m);
     mdi::moe::define_moe(m);
-    mdi::linear::define_linear(m);
 }
 
 #ifdef MDI_WITH_CUDA
@@ -31,6 +29,5 @@ STABLE_TORCH_LIBRARY_IMPL(mini_deepinfer, CUDA, m) {
     mdi::attention::implement_attention(m);
     mdi::indexer::implement_indexer(m);
     mdi::moe::implement_moe(m);
-    mdi::linear::implement_linear(m);
 }
 #endif

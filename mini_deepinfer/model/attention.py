@@ -8,7 +8,7 @@ from mini_deepinfer.config import LayerPlan, ModelConfig, NumericProfile
 from mini_deepinfer.model.indexer import Indexer
 from mini_deepinfer.model.step import Step
 from mini_deepinfer.ops import attention, elementwise, reference
-from mini_deepinfer.ops.linear import Activation, Fp8Weight, Rotation, fp8_grouped_linear, fp8_linear, grouped_linear, linear
+from mini_deepinfer.ops.linear import Activation, Fp8Weight, fp8_grouped_linear, fp8_linear, grouped_linear, linear
 from mini_deepinfer.stages import stage
 from mini_deepinfer.weights import Weights
 
@@ -76,8 +76,8 @@ class Attention:
         with stage("attention.project"):
             low_rank, kv = fp8_linear(act, self.wq_a_wkv).split((config.q_lora_rank, config.head_dim), 1)
             query = Activation.normed(low_rank, self.q_norm, config.rms_norm_eps, self.profile, folded=True)
-            q = fp8_linear(query, self.wq_b, Rotation(batch.positions, self.table, config.head_dim))
-            q = q.view(x.shape[0], config.num_attention_heads, config.head_dim)
+            q = fp8_linear(query, self.wq_b).view(x.shape[0], config.num_attention_heads, config.head_dim)
+            q = elementwise.rope(q, batch.positions, self.table, out=q)
             attention.write_normed_window(
                 kv, self.kv_norm, config.rms_norm_eps, batch.positions, self.table, window, batch.window_rows
             )

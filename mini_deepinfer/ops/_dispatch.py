@@ -75,9 +75,6 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "moe.grouped_gemm": ("sm90", "portable"),
     "moe.swiglu_quant": ("portable",),
     "moe.combine": ("portable",),
-    #
-    # -- linear
-    "linear.scaled_gemm": ("library", "sm90"),
 }
 
 _CAPABILITY = {"sm90": (9, 0), "sm100": (10, 0)}  # an implementation that is not listed runs on every built GPU
@@ -190,8 +187,6 @@ def _gate(op: str, impl: str, index: int) -> bool:
 @functools.cache
 def why_not(op: str, impl: str, device: torch.device) -> str | None:
     """Why a compiled implementation cannot run on a CUDA device; None when it can."""
-    if impl == "library":  # a kernel that comes with PyTorch
-        return None
     if reason := _extension.device_problem(device):
         return reason
     capability = torch.cuda.get_device_capability(device)

@@ -14,13 +14,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from mini_deepinfer.config import NumericProfile
 from mini_deepinfer.ops import elementwise, reference
-from mini_deepinfer.ops._dispatch import call, select
 from mini_deepinfer.ops.reference import number_formats
 from mini_deepinfer.ops.reference.decoded import decoded
 from mini_deepinfer.ops.reference.linear import dequant_block32
@@ -138,39 +136,19 @@ def _fold_weight(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor
     return torch.cat(folded).view(torch.float8_e4m3fn), torch.cat(row_scales)
 
 
-class Rotation(NamedTuple):
-    """The rotary embedding of a projection's heads (`elementwise.rope`), to be applied to its output."""
-
-    positions: torch.Tensor  # int32 [T]
-    table: torch.Tensor  # float32 [P, R/2, 2]
-    head_dim: int
-
-    def apply(self, out: torch.Tensor) -> torch.Tensor:
-        """Rotate the heads of out [T, heads * head_dim] in place."""
-        heads = out.unflatten(1, (-1, self.head_dim))
-        elementwise.rope(heads, self.positions, self.table, out=heads)
-        return out
-
-
-def fp8_linear(act: Activation, weight: Fp8Weight, rotation: Rotation | None = None) -> torch.Tensor:
-    """x [T, K] times an FP8 weight [O, K]: [T, O] in the dtype of x, float32 accumulation, one rounding (model spec 4.1).
-
-    rotation: of the result's heads, in the product's own kernel where that can.
-    """
+def fp8_linear(act: Activation, weight: Fp8Weight) -> torch.Tensor:
+    """x [T, K] times an FP8 weight [O, K]: [T, O] in the dtype of x, float32 accumulation, one rounding (model spec 4.1)."""
     x = act.x
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"{weight.name}: input must be [T, K={weight.shape[1]}], got {list(x.shape)}")
     if x.shape[0] == 0:
         return x.new_empty(0, weight.shape[0])
     if act.quantise and weight.folded is not None and Activation.folds(x):
-        codes, row_scale = act.folded()
-        return scaled_gemm(codes[:, None], row_scale[:, None], *weight.folded, rotation, batch_invariant=act.batch_invariant)
+        return _by_rows(partial(_scaled_product, *weight.folded), act.batch_invariant, *act.folded())
     if x.device.type == "cpu" or x.dtype == torch.float32:
-        out = reference.linear.matmul(act.values(), weight.values()).to(x.dtype)
-    else:
-        weight_t = weight.values(x.dtype).t()
-        out = _by_rows(lambda rows: rows @ weight_t, act.batch_invariant, act.values().to(x.dtype))
-    return out if rotation is None else rotation.apply(out)
+        return reference.linear.matmul(act.values(), weight.values()).to(x.dtype)
+    weight_t = weight.values(x.dtype).t()
+    return _by_rows(lambda rows: rows @ weight_t, act.batch_invariant, act.values().to(x.dtype))
 
 
 def fp8_grouped_linear(
@@ -180,74 +158,27 @@ def fp8_grouped_linear(
 
     codes [T, g, K] float8_e4m3fn; scale [T, g] float32 if the weight is folded, else [T, g, K/32] E8M0 bytes.
     """
+    tokens, groups, _ = codes.shape
     if scale.dtype == torch.float32 and weight.folded is not None:
-        return scaled_gemm(codes, scale, *weight.folded, batch_invariant=profile.batch_invariant)
+        out = torch.empty(tokens, weight.shape[0], dtype=dtype, device=codes.device)
+        row_scale = scale.t().contiguous()  # the library wants each group's scales in one piece
+        parts = (tensor.chunk(groups, dim) for tensor, dim in ((out, 1), (weight.folded[0], 0), (weight.folded[1], 0)))
+        for g, (part, weight_codes, weight_scale) in enumerate(zip(*parts) if tokens else ()):
+            if profile.batch_invariant:
+                part.copy_(_by_rows(partial(_scaled_product, weight_codes, weight_scale), True, codes[:, g], row_scale[g]))
+            else:
+                _scaled_product(weight_codes, weight_scale, codes[:, g], row_scale[g], out=part)
+        return out
     wide = torch.float32 if codes.device.type == "cpu" else dtype
     values = number_formats.dequant_fp8_ue8m0(codes, scale).to(wide)
-    weights = weight.values(wide).unflatten(0, (codes.shape[1], -1))
+    weights = weight.values(wide).unflatten(0, (groups, -1))
     return grouped_linear(values, weights, profile).flatten(1).to(dtype)
 
 
-def scaled_gemm(
-    codes: torch.Tensor,
-    row_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    rotation: Rotation | None = None,
-    *,
-    batch_invariant: bool = False,
-    impl: str | None = None,
+def _scaled_product(
+    weight: torch.Tensor, weight_scale: torch.Tensor, codes: torch.Tensor, row_scale: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Product of FP8 operands with one power-of-two scale per row, sums promoted to float32 at least every 128 of K.
-
-    Shapes: T rows, g groups, K columns of a group, O outputs, O/g of each group.
-        codes         [T, g, K]  float8_e4m3fn, rows contiguous
-        row_scale     [T, g]     float32
-        weight        [O, K]     float8_e4m3fn, contiguous
-        weight_scale  [O]        float32
-        rotation                 of the result's heads
-        batch_invariant          a row's bits must not depend on T (those of the sm90 kernel never do)
-    Returns:
-        [T, O] bfloat16, one rounding before the scales
-    Raises:
-        ValueError    wrong shape
-        RuntimeError  what the kernel or the library does not take
-    Deterministic. Synchronises: no.
-    Kernels: csrc/linear/scaled_gemm_sm90.cu (K % 128 == 0, O/g % 8 == 0) and torch._scaled_mm.
-    Reference: ops.reference.linear.scaled_gemm.
-    """
-    op = "linear.scaled_gemm"
-    (tokens, groups, k), columns = codes.shape, weight.shape[0]
-    wanted = {"weight": (weight, (columns, k)), "row_scale": (row_scale, (tokens, groups)), "weight_scale": (weight_scale, (columns,))}
-    for name, (tensor, shape) in wanted.items():
-        if tensor.shape != shape:
-            raise ValueError(f"{op}: {name} must be {list(shape)}, got {list(tensor.shape)}")
-    if columns % groups:
-        raise ValueError(f"{op}: weight must have as many rows for each of g={groups} groups, got O={columns}")
-    impl = impl or select(op, codes)
-    if impl == "reference":
-        out = reference.linear.scaled_gemm(codes, row_scale, weight, weight_scale)
-        return out if rotation is None else rotation.apply(out)
-    out = torch.empty(tokens, columns, dtype=torch.bfloat16, device=codes.device)
-    if impl == "sm90" and k % 128 == 0 and columns % (8 * groups) == 0:
-        if tokens:
-            call(op, impl, codes, row_scale, weight, weight_scale, *(rotation or (None, None, 0)), out)
-        return out
-    parts, weights, scales = (tensor.chunk(groups, dim) for tensor, dim in ((out, 1), (weight, 0), (weight_scale, 0)))
-    group_row_scale = row_scale.t().contiguous()  # the library wants each group's scales in one piece
-    for g in range(groups if tokens else 0):
-        product = partial(_library_product, weight=weights[g], weight_scale=scales[g])
-        if batch_invariant:
-            parts[g].copy_(_by_rows(product, True, codes[:, g], group_row_scale[g]))
-        else:
-            product(codes[:, g], group_row_scale[g], out=parts[g])
-    return out if rotation is None else rotation.apply(out)
-
-
-def _library_product(
-    codes: torch.Tensor, row_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """One group's rows; slow accumulation: sums are promoted."""
+    """Row-scaled FP8 operands [O, K] and [T, K] on a GPU: [T, O] bfloat16. Slow accumulation: the sums are promoted."""
     return torch._scaled_mm(
         codes,
         weight.t(),

@@ -1,68 +1,72 @@
-"""Products of row-scaled operands: what reaches a kernel, and the reference's meaning."""
+"""Grouped projections: group by group what the plain ones give, and operands as the library wants them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mini_deepinfer.ops import elementwise, linear
-from mini_deepinfer.ops.linear import Rotation, scaled_gemm
+from mini_deepinfer.config import NumericProfile
+from mini_deepinfer.ops import elementwise
+from mini_deepinfer.ops.linear import Activation, Fp8Weight, fp8_grouped_linear, fp8_linear, grouped_linear, linear
+
+TOKENS, GROUPS, K, RANK = 5, 3, 64, 32
 
 
-def operands(tokens: int = 5, groups: int = 2, k: int = 128, columns: int = 512) -> tuple[torch.Tensor, ...]:
-    g = torch.Generator().manual_seed(0)
-    codes = torch.randn(tokens, groups, k, generator=g).to(torch.float8_e4m3fn)
-    weight = torch.randn(columns, k, generator=g).to(torch.float8_e4m3fn)
-    return codes, torch.exp2(torch.arange(tokens * groups) % 5.0).view(tokens, groups), weight, torch.exp2(torch.arange(columns) % 3.0)
+def rows(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(TOKENS, GROUPS, K, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("place", "tensor", "message"),
-    [
-        (1, torch.ones(5, 1), r"row_scale must be \[5, 2\], got \[5, 1\]"),
-        (2, torch.ones(512, 96).to(torch.float8_e4m3fn), r"weight must be \[512, 128\], got \[512, 96\]"),
-        (3, torch.ones(256), r"weight_scale must be \[512\], got \[256\]"),
-    ],
-)
-def test_wrong_shapes_are_refused(place: int, tensor: torch.Tensor, message: str) -> None:
-    inputs = list(operands())
-    inputs[place] = tensor
-    with pytest.raises(ValueError, match=r"linear.scaled_gemm: " + message):
-        scaled_gemm(*inputs)
-    codes, row_scale, weight, weight_scale = operands()
-    with pytest.raises(ValueError, match=r"as many rows for each of g=2 groups, got O=511"):
-        scaled_gemm(codes, row_scale, weight[:511], weight_scale[:511])
+def fp8_parts() -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(2)
+    codes = torch.randn(GROUPS * RANK, K, generator=g).to(torch.float8_e4m3fn)
+    return codes, torch.randint(120, 130, (GROUPS * RANK // 32, K // 32), generator=g, dtype=torch.uint8)
 
 
-def test_the_reference_multiplies_group_by_group() -> None:
-    codes, row_scale, weight, weight_scale = operands()
-    out = scaled_gemm(codes, row_scale, weight, weight_scale)
-    for g in range(2):
-        values = codes[:, g].double() * row_scale[:, g, None].double()
-        wanted = values @ (weight[256 * g : 256 * (g + 1)].double() * weight_scale[256 * g : 256 * (g + 1), None].double()).t()
-        assert torch.equal(out[:, 256 * g : 256 * (g + 1)], wanted.float().bfloat16())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_linear_is_linear_of_every_group(dtype: torch.dtype) -> None:
+    profile, x = NumericProfile(dtype), rows(dtype)
+    weight = torch.randn(GROUPS, RANK, K, generator=torch.Generator().manual_seed(3)).to(dtype)
+    out = grouped_linear(x, weight, profile)
+    assert out.shape == (TOKENS, GROUPS, RANK) and out.dtype == dtype
+    for g in range(GROUPS):
+        assert torch.equal(out[:, g], linear(x[:, g], weight[g], profile))
 
 
-def test_the_rotation_is_rope_of_the_heads() -> None:
-    inputs = operands(groups=1)
-    rotation = Rotation(torch.arange(5, dtype=torch.int32), torch.randn(9, 8, 2), 128)
-    wanted = elementwise.rope(scaled_gemm(*inputs).view(5, 4, 128), *rotation[:2])
-    assert torch.equal(scaled_gemm(*inputs, rotation), wanted.flatten(1))
+def test_fp8_grouped_linear_is_fp8_linear_of_every_group() -> None:
+    profile, x = NumericProfile(torch.bfloat16), rows()
+    codes, scale = fp8_parts()
+    quantised, scales = elementwise.act_quant(x.flatten(0, 1))
+    out = fp8_grouped_linear(
+        quantised.unflatten(0, (TOKENS, GROUPS)), scales.unflatten(0, (TOKENS, GROUPS)), Fp8Weight(codes, scale, "wo_a"), x.dtype, profile
+    )
+    for g in range(GROUPS):
+        part = slice(g * RANK, (g + 1) * RANK)
+        weight = Fp8Weight(codes[part], scale[g * RANK // 32 : (g + 1) * RANK // 32], f"wo_a[{g}]")
+        assert torch.equal(out[:, part], fp8_linear(Activation(x[:, g].contiguous(), profile), weight))
 
 
-def test_what_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch for all groups; shapes that the kernel does not take, and no rows, do not reach it."""
-    seen: list[tuple] = []
-    monkeypatch.setattr(linear, "select", lambda op, tensor: "sm90")
-    monkeypatch.setattr(linear, "call", lambda op, impl, *args: seen.append((op, impl, args)))
-    library: list[tuple] = []
-    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **rest: library.append((a, b)))
-    inputs = operands()
-    out = scaled_gemm(*inputs)
-    ((op, impl, args),) = seen
-    assert (op, impl) == ("linear.scaled_gemm", "sm90") and args[4:7] == (None, None, 0) and args[-1] is out
-    scaled_gemm(*operands(tokens=0))
-    assert len(seen) == 1 and not library
-    for shape in ((5, 1, 96, 512), (5, 1, 128, 500), (5, 2, 128, 136)):
-        scaled_gemm(*operands(*shape))
-    assert len(seen) == 1 and len(library) == 4
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_library_gets_every_group_in_its_layout(monkeypatch: pytest.MonkeyPatch, batch_invariant: bool) -> None:
+    """Row scales in one piece, results into the group's columns; no call without rows."""
+    calls: list[int] = []
+
+    def library(codes, weight_t, *, scale_a, scale_b, out_dtype, use_fast_accum, out=None):
+        assert scale_a.is_contiguous() and scale_a.shape == (codes.shape[0], 1) and codes.stride(1) == 1 and not use_fast_accum
+        calls.append(codes.shape[0])
+        product = ((codes.float() * scale_a) @ (weight_t.float() * scale_b)).to(out_dtype)
+        return product if out is None else out.copy_(product)
+
+    monkeypatch.setattr(torch, "_scaled_mm", library)
+    weight = Fp8Weight(*fp8_parts(), "wo_a")
+    weight.folded = (fp8_parts()[0], torch.exp2(torch.arange(GROUPS * RANK) % 5.0))
+    codes, scale = elementwise.act_quant_folded(rows().flatten(0, 1))
+    codes, scale = codes.unflatten(0, (TOKENS, GROUPS)), scale.unflatten(0, (TOKENS, GROUPS))
+    profile = NumericProfile(torch.bfloat16, batch_invariant=batch_invariant)
+    out = fp8_grouped_linear(codes, scale, weight, torch.bfloat16, profile)
+    assert len(calls) == GROUPS
+    weights = (weight.folded[0].float() * weight.folded[1][:, None]).unflatten(0, (GROUPS, RANK))
+    for g in range(GROUPS):
+        wanted = (codes[:, g].float() * scale[:, g, None]) @ weights[g].t()
+        torch.testing.assert_close(out[:, g * RANK : (g + 1) * RANK].float(), wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max()))
+    assert fp8_grouped_linear(codes[:0], scale[:0], weight, torch.bfloat16, profile).shape == (0, GROUPS * RANK)
+    assert len(calls) == GROUPS
