@@ -440,6 +440,7 @@ struct Consumer {
                     const float factor_even = load_shared_float(factor), factor_odd = load_shared_float(factor + 32);
                     wgmma_wait<0>();  // meanwhile the other warpgroups add up
                     fence_registers(acc);
+                    __syncwarp();  // every lane has its factors
                     if (lane == 0) ptx::mbarrier_arrive(at(shared.empty) + 8 * stage);
                     stage = stage + 1 == kStages ? 0 : stage + 1;
                     phase ^= stage == 0;

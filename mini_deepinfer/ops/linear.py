@@ -160,15 +160,13 @@ def fp8_grouped_linear(
     """
     tokens, groups, _ = codes.shape
     if scale.dtype == torch.float32 and weight.folded is not None:
-        out = torch.empty(tokens, weight.shape[0], dtype=dtype, device=codes.device)
-        row_scale = scale.t().contiguous()  # the library wants each group's scales in one piece
-        parts = (tensor.chunk(groups, dim) for tensor, dim in ((out, 1), (weight.folded[0], 0), (weight.folded[1], 0)))
-        for g, (part, weight_codes, weight_scale) in enumerate(zip(*parts) if tokens else ()):
-            if profile.batch_invariant:
-                part.copy_(_by_rows(partial(_scaled_product, weight_codes, weight_scale), True, codes[:, g], row_scale[g]))
-            else:
-                _scaled_product(weight_codes, weight_scale, codes[:, g], row_scale[g], out=part)
-        return out
+        if tokens == 0:
+            return torch.empty(0, weight.shape[0], dtype=dtype, device=codes.device)
+        # group by group: the library takes rows that lie apart only for some numbers of them
+        rows, row_scales = codes.transpose(0, 1).contiguous(), scale.t().contiguous()
+        operands = zip(*(tensor.chunk(groups) for tensor in weight.folded), rows, row_scales)
+        parts = [_by_rows(partial(_scaled_product, w, s), profile.batch_invariant, x, x_scale) for w, s, x, x_scale in operands]
+        return torch.cat(parts, dim=1)
     wide = torch.float32 if codes.device.type == "cpu" else dtype
     values = number_formats.dequant_fp8_ue8m0(codes, scale).to(wide)
     weights = weight.values(wide).unflatten(0, (groups, -1))
@@ -176,7 +174,7 @@ def fp8_grouped_linear(
 
 
 def _scaled_product(
-    weight: torch.Tensor, weight_scale: torch.Tensor, codes: torch.Tensor, row_scale: torch.Tensor, out: torch.Tensor | None = None
+    weight: torch.Tensor, weight_scale: torch.Tensor, codes: torch.Tensor, row_scale: torch.Tensor
 ) -> torch.Tensor:
     """Row-scaled FP8 operands [O, K] and [T, K] on a GPU: [T, O] bfloat16. Slow accumulation: the sums are promoted."""
     return torch._scaled_mm(
@@ -186,7 +184,6 @@ def _scaled_product(
         scale_b=weight_scale[None],
         out_dtype=torch.bfloat16,
         use_fast_accum=False,
-        out=out,
     )
 
 
