@@ -13,8 +13,10 @@
 // Tried and slower: fence.proxy.async by the producers instead of the consumers (0.80 after 0.76 ms); rows by cp.async.bulk, which
 // leaves a lane at a time (0.86); half a warp a row, a third fewer memory cycles but more instructions (0.796 after 0.767);
 // expanding a quarter before waiting for its place (0.772 after 0.766); both consumers adding the other's values before their own
-// scores (0.771 after 0.766). No difference: barriers waited for with a long suspend hint. Worth it: no rescaling of O (0.04 ms),
-// descriptors in uniform registers (0.02), the other's tile given back before P is published (0.02).
+// scores (0.771 after 0.766). No difference: barriers waited for with a long suspend hint. Worth it: descriptors in uniform registers
+// (0.02), the other's tile given back before P is published (0.02). Not taken: letting the maximum that P refers to lag by up to
+// 2^8 saves the rescaling of O, but rounds P at other places than the spec (a third of the outputs in their last bit). The times
+// above were measured with it; without it an earlier form of the kernel took 0.04 ms more.
 //
 // One persistent block per SM walks over (token, 64 heads) items; four warpgroups:
 //   producers (warpgroups 2 and 3, 64 registers): copy packed rows by index to shared memory (cp.async), half a step ahead, and
@@ -27,9 +29,6 @@
 // empty[2][2] consumer c is done with the tile, whose half of the atoms is then free, because only its values are in there and
 // S was complete before; p_ready[2] P and maximum of a step published (they are free again when the last full[] of the step
 // after next completes, because that needs both empty[]); q_full, q_empty per item.
-//
-// The maximum that P refers to follows the running maximum only when that is more than 2^8 above (next_max): the same function up
-// to the rounding of P, and O is hardly ever rescaled.
 //
 // Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, packed rows 18 KiB, the rest 1 KiB = 227 KiB, all there is. A packed row's
 // buffer is that of a compressed row; the second half of a window row waits in the K tile itself (Packed).

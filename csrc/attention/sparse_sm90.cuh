@@ -32,7 +32,6 @@ constexpr int kPackedPitch = kCompressedRowBytes;     // bytes from one packed r
 constexpr int kPackedWarpBytes = kWarpRows * kPackedPitch;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMaxStart = -1e30f;                   // finite: a masked step must not make NaN
-constexpr float kMaxSlack = 8.f;                      // how far (log2) scores may exceed the maximum that P refers to
 
 // threadIdx.x read anew: not kept in a register over the inner loop.
 MDI_DEVICE int thread_index() {
@@ -337,8 +336,8 @@ MDI_DEVICE float mask_scores(float (&s)[kSlots / 2], float softmax_scale, uint32
 // The sink in log2
 MDI_DEVICE float sink_of(const SparseParams& params, int head) { return __fmul_rn(__ldg(params.sink + head), kLog2e); }
 
-// The maximum that P refers to moves only when it must, so that O is hardly ever rescaled: P is at most 2^kMaxSlack.
-MDI_DEVICE float next_max(float m, float top) { return top > m + kMaxSlack ? top : m; }
+// The running maximum, which P refers to (model spec 4.6). A NaN does not move it.
+MDI_DEVICE float next_max(float m, float top) { return top > m ? top : m; }
 
 // p = 2^(scale * s - max): this thread's part of the sums takes it unrounded, the products rounded.
 MDI_DEVICE void exponentiate(const float (&s)[kSlots / 2], float scale, const float (&new_max)[2], float (&part)[2],
