@@ -580,9 +580,6 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
 }  // namespace
 
 void launch_sparse_sm90(const SparseParams& params) {
-    // Other numbers of heads, and warps with rows of both kinds, were run in emulation only since the copies of rows and Q were
-    // rewritten: the portable kernel takes them until head_counts and lane_counts of tests/gpu/test_attention.py have passed here.
-    if (params.num_heads != kHeads || params.num_window % kWarpRows != 0) return launch_sparse(params);
     int device = 0, num_sms = 0;
     check_cuda("attention.sparse", cudaGetDevice(&device));
     check_cuda("attention.sparse", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));

@@ -208,8 +208,7 @@ def sparse(
     dtype for the product with the values, not for their sum. Deterministic, and independent of the other tokens.
     Synchronises: no. Workspace: none. NaN in a valid lane makes its heads NaN.
     Kernels (D = 512, H a multiple of 4 up to 128): csrc/attention/sparse_sm90.cu, csrc/attention/sparse_split_sm90.cu (few
-    tokens; the same bits), csrc/attention/sparse.cu. The Hopper kernels take H = 64 and W a multiple of 8 and leave the rest to
-    the last one.
+    tokens; the same bits), csrc/attention/sparse.cu.
     Reference: ops.reference.attention.sparse.
     """
     op = "attention.sparse"
