@@ -98,7 +98,7 @@ class DecodeGraphs:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """(size, longest) of what has been captured so far."""
+        """(size, longest) of what has run so far."""
         return sorted(self._shapes)
 
     def fits(self, requests: Sequence[ChunkRequest]) -> bool:
@@ -117,17 +117,16 @@ class DecodeGraphs:
         size = next(size for size in self.sizes if size >= len(requests))
         longest = next(length for length in self.lengths if length >= max(request.end for request in requests))
         shape = self._shapes.get((size, longest))
-        new = shape is None
         if shape is None:
             shape = self._shapes[size, longest] = self._make(size, longest)
         shape.batch.fill(requests)
         if shape.logits is not None:
             self._replay(shape, requests)
             return shape.logits[: len(requests)]
-        for rows, row_ids in zip(shape.rows, engram_rows(self.model.config, requests, self.hasher)):
+        for rows, row_ids in zip(shape.rows, engram_rows(self.model.config, requests, self.hasher), strict=True):
             rows.fill(row_ids)
         logits = self.model.forward(shape.batch.batch)
-        if new and self.capture:
+        if self.capture and not self.failed:
             self._capture(shape, f"{size} requests up to {longest} tokens")
         return logits[: len(requests)]
 

@@ -144,6 +144,30 @@ def test_a_capture_that_fails_costs_nothing_but_the_graphs(monkeypatch, caplog):
     assert caplog.text.count("capturing 2 requests up to") == 1
 
 
+def test_a_step_that_fails_is_captured_when_it_runs(monkeypatch):
+    """Out of memory in the first step of a shape must not leave the shape without graphs for good."""
+    llm = make_llm(num_pages=16, max_model_len=32)
+    graphs = padded(llm)
+    graphs.capture = True
+    forward, captured = llm.model.forward, []
+
+    def fails(batch):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(graphs, "_capture", lambda shape, name: captured.append(name))
+    requests = [ChunkRequest(np.array(prompt(12)), 10, 11, 0, [0, 1, 2])]
+    monkeypatch.setattr(llm.model, "forward", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graphs.forward(requests)
+    assert captured == []
+    monkeypatch.setattr(llm.model, "forward", forward)
+    graphs.forward(requests)
+    assert captured == ["1 requests up to 32 tokens"]
+    graphs.failed = True
+    graphs.forward(requests)
+    assert len(captured) == 1
+
+
 def test_a_step_is_cut_where_engram_rows_are_used(monkeypatch):
     """One graph per piece; a replay fills the rows of a layer before the piece that uses them, and after the one before."""
     events: list[str] = []
