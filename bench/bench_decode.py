@@ -9,7 +9,7 @@ tokens of the answers that were completed, per second from the first prompt's ar
 --context-len: steps of one token per request behind so many cached tokens, which are random rows; indices, forward pass and the
 chosen tokens' way to the host are in the time of a step.
 On a GPU everything runs with and without CUDA graphs, in turns over the same weights (--no_cuda_graph: only without). The first
-run of every pair is dropped: it captures the graphs. With --batch-invariant both must give the same tokens.
+run of every pair is dropped: it captures the graphs. With --batch-invariant both must give the same tokens. One process only.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from bench.workload import fill_randomly
 from mini_deepinfer.batch import ChunkRequest, build_batch
 from mini_deepinfer.config import check_environment
 from mini_deepinfer.engine import LLM
+from mini_deepinfer.env_variables import read_env
 from mini_deepinfer.sampler import SamplingParams
 from mini_deepinfer.stages import stage
 
@@ -65,6 +66,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     sizes = [*args.batch_size, *args.output_len, *args.context_len, args.prompt_len, args.num_steps, args.num_repeats]
     if min(sizes) < 1:
         parser.error("batch sizes, lengths and counts must be at least 1")
+    if (read_env("WORLD_SIZE") or 1) > 1:  # every rank would write rows of its own share, named as the whole
+        parser.error(f"decoding is measured in one process, but WORLD_SIZE={read_env('WORLD_SIZE')}; --ep-loopback does a rank's work")
     return args
 
 
@@ -96,13 +99,15 @@ class InTurns:
         self.modes = [True, False] if llm.graphs is not None else [False]
 
     def __call__(self, run: Callable[[], tuple[list[float], Any]], repeats: int) -> dict[bool, tuple[list[float], Any]]:
-        """run() gives samples and an answer. Per mode: all samples, the last answer."""
+        """run() gives samples and an answer. Per mode: all samples, the last answer. RuntimeError if a capture failed."""
         samples: dict[bool, list[float]] = {mode: [] for mode in self.modes}
         answers: dict[bool, Any] = {}
         for repeat in range(1 + repeats):
             for mode in self.modes:
                 self.llm.graphs = self.graphs if mode else None
                 times, answers[mode] = run()
+                if mode and self.graphs is not None and self.graphs.failed:
+                    raise RuntimeError("bench_decode: capturing failed, see the warning above; --no_cuda_graph measures eager steps")
                 if repeat:
                     samples[mode] += times
         self.llm.graphs = self.graphs
@@ -181,8 +186,8 @@ def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
 
     def add(results: dict[bool, tuple[list[float], Any]], kind: str, batch_size: int, tokens: int, **fields: Any) -> None:
         answers = [answer for _, answer in results.values()]
-        same = all(answer == answers[0] for answer in answers)
-        if args.batch_invariant and not same:
+        same = all(answer == answers[0] for answer in answers) if len(answers) > 1 else None  # None: nothing to compare with
+        if args.batch_invariant and same is False:
             raise RuntimeError(f"bench_decode: {kind}, {batch_size} requests: other tokens with graphs than without")
         for cuda_graph, (samples, _) in results.items():
             row = result_row(args, llm, kind, cuda_graph, batch_size, samples) | fields

@@ -93,8 +93,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--model DIR is needed unless --load-format dummy")
     if args.num_experts is not None and args.load_format != "dummy":
         parser.error("--num-experts needs --load-format dummy")
-    if args.num_steps < 1 or args.num_warmup < 0:
-        parser.error("--num-steps must be >= 1 and --num-warmup >= 0")
+    if args.num_steps < 1 or args.num_warmup < 0 or args.ep_loopback < 1:
+        parser.error("--num-steps and --ep-loopback must be >= 1, --num-warmup >= 0")
+    if args.num_experts is not None and args.num_experts < 1:
+        parser.error(f"--num-experts must be >= 1, got {args.num_experts}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.cached_fill == "auto":

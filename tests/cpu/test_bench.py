@@ -245,6 +245,8 @@ def test_bench_prefill_goes_on_after_a_failure(folder, tmp_path, monkeypatch, ca
         (["--ablate", "attention.sparse"], "must be op=implementation"),
         (["--workload", "48@0"], "48 new tokens exceed --prefill_batch_size 24"),
         (["--workload", "nothing"], "must be a JSON file"),
+        (["--load-format", "dummy", "--num-experts", "0"], "--num-experts must be >= 1, got 0"),
+        (["--ep-loopback", "0"], "--num-steps and --ep-loopback must be >= 1"),
     ],
 )
 def test_bench_prefill_refuses_options(wrong, message, folder, capsys):
@@ -271,7 +273,7 @@ def test_bench_decode(folder, tmp_path, capsys):
     ]
     for row in rows:
         assert set(row) >= ROW_FIELDS | {"latency_ms", "iters", "input_len", "output_tok_per_s", "same_tokens", "loopback", "model"}
-        assert row["stage"] == "decode" and row["params"]["cuda_graph"] is False and row["same_tokens"]
+        assert row["stage"] == "decode" and row["params"]["cuda_graph"] is False and row["same_tokens"] is None
         assert row["output_tok_per_s"] == pytest.approx(1e3 * row["batch_size"] * row["output_len"] / row["latency_ms"]["median"])
         assert row["iters"] == (2 if row["params"]["kind"] == "steps" else 1)
     assert capsys.readouterr().out.count("output tok/s") == 6
@@ -291,6 +293,16 @@ def test_bench_decode_pairs_modes(folder):
     assert [row["params"]["cuda_graph"] for row in rows] == [True, False]
     assert rows[0]["same_tokens"] and rows[0]["baseline"]["latency_ms"] == rows[1]["latency_ms"]["median"]
     assert graphs.shapes == [(4, 34)] and llm.graphs is graphs
+    graphs.failed = True  # a capture failed: its steps are eager and must not become a row of graphs
+    with pytest.raises(RuntimeError, match="capturing failed"):
+        bench_decode.measure(args, llm)
+
+
+def test_bench_decode_is_for_one_process(folder, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        bench_decode.parse_args(["--model", str(folder)])
+    assert "one process, but WORLD_SIZE=2" in capsys.readouterr().err
 
 
 def test_plot(tmp_path):
