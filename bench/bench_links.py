@@ -39,7 +39,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--run-name", default="")
     parser.add_argument("--result_jsonl", "--result-jsonl", dest="result_jsonl", type=Path, help="append the rows")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if min(args.num_tokens, args.num_iters) < 1 or args.num_iters_warmup < 0:
+        parser.error("--num-tokens and --num-iters must be >= 1, --num-iters-warmup >= 0")
+    return args
 
 
 def transfers(num_tokens: int, device: torch.device, parallel: ExpertParallel) -> dict[str, tuple[Callable[[], Any], int]]:
@@ -110,7 +113,8 @@ def main(argv: list[str] | None = None) -> int:
             row = base_row(device, run_name=args.run_name)
             row.update(op="links", stage=name, params={"num_tokens": args.num_tokens, "world": parallel.world}, iters=slowest.iters)
             row.update(latency_ms=slowest.as_dict(), rank_ms=[latency.median for latency in ranks], received_bytes=received)
-            row.update(gb_per_s=gb_per_s, pct_of_peak=100 * gb_per_s / NVLINK_GB_PER_S, checked=False)
+            on_links = device.type == "cuda"  # gloo has no peak
+            row.update(gb_per_s=gb_per_s, pct_of_peak=100 * gb_per_s / NVLINK_GB_PER_S if on_links else None, checked=False)
             if parallel.rank == 0 and args.result_jsonl:
                 append_row(args.result_jsonl, row)
             times = [f"{ms:.4f}" for ms in (slowest.median, slowest.p10, slowest.p90)]

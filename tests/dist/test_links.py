@@ -20,3 +20,4 @@ def test_rows(device, tmp_path):
     assert received["scatter partial sums"] == 64 * 5120 * 2
     assert len(rows) == (6 if device == "cuda" else 5)
     assert all(row["latency_ms"]["median"] == max(row["rank_ms"]) > 0 for row in rows)
+    assert all((row["pct_of_peak"] is None) == (device == "cpu") for row in rows)  # a share of NVLink's rate, which gloo does not use
