@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +55,17 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
 
 # -- selection -------------------------------------------------------------------------------------------------------
+
+
+def test_readme_names_every_op_and_its_kernels() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    stage_map, table = text.partition("## Stage map")[2].split("## Which op has which implementation")
+    names = [re.escape(name).replace(r"\*", ".*") for name in re.findall(r"`(?:\w+\.)?([a-z0-9_*]+)`", stage_map)]
+    assert [op for op in _dispatch.IMPLEMENTATIONS if not any(re.fullmatch(name, op.partition(".")[2]) for name in names)] == []
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
+    hopper = {op for row in rows if row[4].strip() == "yes" for op in re.findall(r"`([\w.]+)`", row[1])}
+    assert hopper == {op for op, kinds in _dispatch.IMPLEMENTATIONS.items() if "sm90" in kinds}
+    assert all("portable" in kinds for kinds in _dispatch.IMPLEMENTATIONS.values())
 
 
 def test_cpu_tensors_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
