@@ -5,8 +5,9 @@
 #                        [--sanitizer FILE]
 #
 # Without options: build, tests, bench-ops, prefill, and dist where there are several GPUs: the tests of several ranks, the links,
-# and a step over all GPUs (2, 4 or 8) whose arguments may follow, e.g. --num-experts 320 where 2 GPUs must hold the experts. Everything is written below ${OUT:-results}; summary.txt says what
-# passed. Exit status 1 if anything failed. LIMIT_S (default 570) bounds the whole.
+# and a step over all GPUs (2, 4 or 8) whose arguments may follow, e.g. --num-experts 320 where 2 GPUs must hold the experts.
+# Everything is written below ${OUT:-results}; summary.txt says what passed. Exit status 1 if anything failed. LIMIT_S (default
+# 570) bounds the whole.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-results}
@@ -91,7 +92,7 @@ dist() {
     [ "$gpus" -lt 4 ] || ranks=4
     [ "$gpus" -lt 8 ] || ranks=8
     local launch=("$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$ranks")
-    # 384 experts and the rest need four GPUs of 141 GB.
+    # Two GPUs of 141 GB cannot hold 192 experts each.
     [ "$ranks" -gt 2 ] || [ ${#dist_arguments[@]} -gt 0 ] || dist_arguments=(--num-experts 320)
     step tests/dist 300 dist.log "$PYTHON" -m pytest -q -p no:cacheprovider tests/dist -k "nccl or test_gpu_ranks"
     step links 60 dist.log "${launch[@]}" bench/bench_links.py --result_jsonl "$out/links.jsonl"

@@ -26,7 +26,7 @@ torchrun() { "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 arguments=(--no_cuda_graph --result_jsonl "$out/prefill.jsonl")
 [ -n "$has_model" ] || [ "$gpus" -eq 0 ] || arguments+=(--load-format dummy)
-headline=(--context-len 131072 --cached-len 126976 --num-steps 10)
+headline=(--context-len 131072 --num-steps 10) # cached: all but the new tokens, however many those are
 if [ "$gpus" -ge 4 ]; then
     echo "run_prefill: $gpus GPUs: 4 ranks, one GPU each" >&2
     torchrun bench/bench_prefill.py "${headline[@]}" "${arguments[@]}" "$@"
