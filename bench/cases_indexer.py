@@ -1,4 +1,4 @@
-"""Indexer ops at the released model's shapes: one prefill step of 4,096 tokens (performance.md sections 2 and 3)."""
+"""Indexer ops at the released model's shapes: one prefill step of 4,096 tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing on the device: events with a backlog, flushed L2, warm-up, median and percentiles (performance guide, 7)."""
+"""Timing on the device: events with a backlog, flushed L2, warm-up, median and percentiles."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def memory_table(parts: Mapping[str, int], *, total_bytes: int | None = None) ->
 def stage_table(
     stages_ms: Mapping[str, float], calls: Mapping[str, int] | None = None, beside_ms: Mapping[str, float] | None = None
 ) -> str:
-    """Stage times of one step, grouped as in the performance guide, with each stage below its group.
+    """Stage times of one step, grouped as in `STAGE_GROUPS`, with each stage below its group.
 
     Waiting for other ranks is part of "MoE" and has its own lines there. The times are own times, so they sum up to the step.
     Work beside the stages (beside_ms) comes below the sum, since the stages overlap with it.

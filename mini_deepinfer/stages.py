@@ -1,4 +1,4 @@
-"""Named stages of a step: timers, profiler ranges and the stage table (performance guide, section 1).
+"""Named stages of a step: timers, profiler ranges and the stage table.
 
 ``with stage("attention.sparse"):`` marks a piece of the step. Outside a :class:`StageTimer` it costs one global read.
 Inside one it measures the stage (CUDA events on a GPU, ``perf_counter`` on a CPU) and, with ``annotate=True``, opens

@@ -1,4 +1,4 @@
-// Attention over packed KV rows: parameters and launchers. No torch in here (style guide 3).
+// Attention over packed KV rows: parameters and launchers. No torch in here.
 //
 // Packed rows (uint8, model spec 4.4): a window row is D E4M3 codes then D/32 E8M0 bytes (528 B at D = 512); a
 // compressed row is D/2 bytes of E2M1 pairs (even element in the low nibble) then D/16 E4M3 bytes (288 B).

@@ -1,4 +1,4 @@
-// Scale folding for the FP8 grouped product (performance.md 5): what turns a scale per 32 columns into one per row.
+// Scale folding for the FP8 grouped product (docs/numerics.md): what turns a scale per 32 columns into one per row.
 //
 // fold_rows: row i of the product takes row r = a_rows ? a_rows[i] : i of a. Its scale is the largest group scale of
 // the row, S = 2^(max byte - 127), and every code becomes e4m3_rne(code * 2^(byte - max byte)). Values above rowmax /

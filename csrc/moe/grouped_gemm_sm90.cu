@@ -1,7 +1,7 @@
 // Grouped product over experts with FP8 wgmma (sm_90a), MXFP4 weights as stored:
 //     out[i, o] = bf16( sum_k A'[i, k] * B'[e(i), o, k] ) * 2^S_a(i) * 2^S_b(e, o)
 // A' are the rows of fold_rows (one scale per row, columns reordered inside every 128), B' = E2M1 * 2^(byte - row's
-// largest byte + 6), exact in E4M3 (performance.md 5). Both row scales are powers of two: applied after the rounding.
+// largest byte + 6), exact in E4M3 (docs/numerics.md). Both row scales are powers of two: applied after the rounding.
 //
 // Operands are swapped: the tensor core's M is output columns (weights, from registers), its N is rows (activations,
 // from shared memory). So FP4 is expanded straight into the fragment and never written anywhere, and ragged experts

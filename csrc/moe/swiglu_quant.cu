@@ -9,7 +9,7 @@
 // walks over rows; rows at or past *num_rows_bound are neither read nor written, so a buffer sized for the worst case
 // costs nothing. NaN passes the clamps (comparisons are false for NaN, unlike fmin), makes its group's scale byte 255
 // and so reaches the product. A zero group gets the scale of the floor, 2^-22.
-// swiglu_fold goes on to one scale per row (performance.md 5) in the same pass, with the same bits: in the column order of
+// swiglu_fold goes on to one scale per row (docs/numerics.md) in the same pass, with the same bits: in the column order of
 // fold_rows for the expert products, or in plain order and with h beside it for a dense one. One row per block, the largest
 // scale of the row through shared memory.
 // Memory: 4F + 1.03F bytes a row. Limits: F a multiple of 32; swiglu_fold F <= 8192.

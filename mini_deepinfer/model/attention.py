@@ -92,9 +92,7 @@ class Attention:
             compressed, selection = step.caches.compressed[plan.kv_owner], step.selections[plan.index_source]
             rows, count = selection.rows, selection.count
         with stage("attention.sparse"):
-            o = attention.sparse(
-                q, window, batch.window_idx, compressed, rows, count, self.sink, config.head_dim**-0.5, out=None
-            )
+            o = attention.sparse(q, window, batch.window_idx, compressed, rows, count, self.sink, config.head_dim**-0.5)
         with stage("attention.output"):
             return fp8_linear(Activation(self._group_output(o, batch.positions), self.profile), self.wo_b)
 

@@ -68,7 +68,7 @@ def write_window(kv: Tensor, rows: Tensor, slots: Tensor, *, impl: str | None = 
 def write_normed_window(
     x: Tensor, weight: Tensor, eps: float, positions: Tensor, table: Tensor, rows: Tensor, slots: Tensor, *, impl: str | None = None
 ) -> None:
-    """RMSNorm, rotary embedding of the last R columns, then `write_window`: one pass with the bits of the three ops.
+    """RMSNorm, rotary embedding of the last R columns, then `write_window` (model spec 4.4): one pass with the bits of the three.
 
     Shapes: T tokens, S pool rows, D head dim, D % 32 == 0, R rotary dims, P positions; on CUDA D <= 512 and R % 8 == 0.
         x          [T, D]         bfloat16 or float32, the projection; last dim contiguous, row stride a multiple of 8

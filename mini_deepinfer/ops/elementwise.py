@@ -356,7 +356,7 @@ def rope_quant(
     folded: bool,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`rope`, then `act_quant` (or `act_quant_folded`) of every group of heads as a row of its own; x is read once, not changed.
+    """`rope`, then `act_quant` (or `act_quant_folded`) of every group of heads as a row of its own (spec 4.7); x is not changed.
 
     Shapes: T tokens, h heads, d head dim, R rotary dims, P positions, g groups, K = h*d/g; on CUDA d, R % 8 == 0, K <= 16384.
         x          [T, h, d]     bfloat16 (float32 in the reference), contiguous on CUDA; h % g == 0, K % 32 == 0

@@ -114,7 +114,7 @@ def quant_query(q: Tensor, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
 
 
 def rope_quant_query(q: Tensor, positions: Tensor, table: Tensor, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of the last R columns (`elementwise.rope`), then `quant_query`: one pass with the bits of the two ops.
+    """Rotary embedding of the last R columns (`elementwise.rope`), then `quant_query` (model spec 4.4): one pass with the bits of both.
 
     Shapes: T tokens, Hi heads, Di % 32 == 0, R rotary dims, P positions; on CUDA R % 8 == 0.
         q          [T, Hi, Di]   cd, the projection; not changed

@@ -2,7 +2,7 @@
 
 On the CPU the operands are dequantised exactly and their products summed in float64. On a GPU an FP8 projection is one library GEMM
 (`torch._scaled_mm`, slow accumulation) over operands whose power-of-two scales are folded into the E4M3 exponents, which leaves one
-power-of-two scale per row (performance notes, "scale folding"). Values above rowmax / 28,500 stay exact, smaller ones are rounded at
+power-of-two scale per row (docs/numerics.md, "Scale folding"). Values above rowmax / 28,500 stay exact, smaller ones are rounded at
 rowmax x 2.2e-6. A weight with a row in which that rounding is more than `FOLD_ERROR` of the row's norm is multiplied as bfloat16.
 
 A GPU library may choose another kernel for another number of rows, so a row's bits may depend on its batch there. With

@@ -127,6 +127,7 @@ def dispatch(
         row_of_slot, slot_of_row, offsets   as permute
         token_of_row  [T * k]  int32, the token of each row; 0 at and past offsets[-1]
         row_weight    [T * k]  float32, the routing weight of each row; 0 at and past offsets[-1]
+    Raises, determinism, kernel: as permute. Reference: ops.reference.moe.permute, the rest is read off its result.
     """
     op = "moe.permute"
     _check_dims(op, "ids", ids, 2, "T, k")
@@ -217,7 +218,7 @@ def grouped_gemm(
     Deterministic; a row does not depend on its neighbours. Synchronises: no, except at the first use of a weight by sm90
     (weight_row_scale, kept with the scale tensor). Workspace: sm90 the gathered rows, M * K bytes. NaN: codes 0x7f and 0xff and
     scale byte 255 make their outputs NaN; weights of experts without rows are never read.
-    sm90 multiplies in FP8 with one scale per row on both sides (performance.md 5): activations below rowmax / 28,500 are
+    sm90 multiplies in FP8 with one scale per row on both sides (docs/numerics.md): activations below rowmax / 28,500 are
     rounded, sums are promoted to fp32 every 128 columns. Weights whose scales spread too far for it take the portable kernel.
     Kernels: csrc/moe/grouped_gemm_sm90.cu (with fold.cu), grouped_gemm.cu. Reference: ops.reference.moe.grouped_gemm.
     """
@@ -319,14 +320,15 @@ def swiglu_quant(
 
 
 def swiglu_quant_folded(gu: Tensor, limit: float, *, impl: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """`swiglu` and `elementwise.act_quant_folded` of its result in one pass, with the bits of the two ops.
+    """`swiglu` and `elementwise.act_quant_folded` of its result in one pass, with the bits of the two ops (model spec 6.2, 8).
 
     Shapes: M rows, F hidden, a multiple of 32; gu and limit as in swiglu.
     Returns:
         h         [M, F]  of gu's dtype
         codes     [M, F]  float8_e4m3fn
         row_scale [M]     float32, a power of two (NaN when the row of h holds NaN or Inf)
-    Kernel: csrc/moe/swiglu_quant.cu (F <= 8192; wider rows take the two ops).
+    Raises, determinism: as swiglu.
+    Kernel: csrc/moe/swiglu_quant.cu (F <= 8192; wider rows take the two ops). Reference: the two ops'.
     """
     op = "moe.swiglu_quant"
     m, f = _check_swiglu(op, gu, None, limit, None)
@@ -386,7 +388,7 @@ def experts(
     Returns:
         y             [M, N] out_dtype; rows at or past offsets[-1] are not written
     The sm90 products share their work: SwiGLU writes the folded rows that the second one reads, with the bits of the
-    three ops one after the other. `impl` is the products'.
+    three ops one after the other. `impl` is the products'. Raises, kernels, references: those of the three ops.
     """
     gate_up = grouped_gemm(codes, scale, w13, w13_scale, offsets, token_of_row, out_dtype=out_dtype, impl=impl)
     m, f = gate_up.shape[0], gate_up.shape[1] // 2
