@@ -48,7 +48,7 @@ from mini_deepinfer.config import ModelConfig, NumericProfile, check_environment
 from mini_deepinfer.engram import EngramHasher, synthetic_token_map, token_map_from_folder
 from mini_deepinfer.kv_cache import CacheGeometry, Caches, cache_bytes
 from mini_deepinfer.model import Model
-from mini_deepinfer.ops._dispatch import select
+from mini_deepinfer.ops._dispatch import check_device, select
 from mini_deepinfer.parallel import ExpertParallel, Loopback, SingleProcess, local_device, make_parallel
 from mini_deepinfer.report import build_line, memory_table, progress, show, stage_table
 from mini_deepinfer.stages import StageTimer, stage
@@ -474,6 +474,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     check_environment()
     device = local_device(args.device)
+    check_device(device, getattr(torch, args.dtype))
     config = read_config(args)
     failed = 0
     with make_parallel(device, ep_loopback=args.ep_loopback, num_experts=config.n_routed_experts) as parallel:

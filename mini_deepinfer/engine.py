@@ -24,6 +24,7 @@ from .cache_plan import CachePlan, free_memory, plan_caches
 from .config import EngineConfig, ModelConfig
 from .engram import NO_TOKEN, EngramHasher, synthetic_token_map, token_map_from_folder
 from .kv_cache import Caches, PageAllocator, PrefixCache
+from .ops._dispatch import check_device
 from .parallel import ExpertParallel, SingleProcess, local_device, make_parallel
 from .sampler import SamplingParams, sample
 from .scheduler import UNKNOWN_ID, Chunk, FinishReason, Request, Scheduler
@@ -70,6 +71,7 @@ class LLM:
         TypeError          unknown option (the known ones are listed)
         ValueError         wrong option, unfit model, or caches that cannot fit: before any weight is read
         FileNotFoundError  a part of the checkpoint is missing
+        RuntimeError       the compiled kernels cannot run on this GPU: before any weight is read
     """
 
     graphs: DecodeGraphs | None = None  # runs the steps of one token per request, where it can
@@ -85,6 +87,7 @@ class LLM:
         chosen.check_model(config)
         wanted = chosen.device if chosen.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         device = local_device(wanted)
+        check_device(device, chosen.profile().compute_dtype)
         parallel = make_parallel(device, ep_size=chosen.ep_size, ep_loopback=chosen.ep_loopback, num_experts=config.n_routed_experts)
         plan = _plan_memory(config, chosen, device, parallel.world)
         tokenizer, hasher, known_ids = _read_tokenizer(config, chosen)

@@ -261,6 +261,18 @@ def select(op: str, tensor: Tensor, *, impl: str | None = None, compute_dtype: t
     return choice
 
 
+def check_device(device: torch.device, compute_dtype: torch.dtype) -> None:
+    """Refuse at start, before any loading, what `select` would refuse in the first step.
+
+    Raises ValueError for a wrong MDI_OPS, RuntimeError when ops of compute_dtype would take compiled kernels that cannot run on device.
+    """
+    choices = {_environment_choice(op) for op in IMPLEMENTATIONS}
+    if device.type != "cuda" or compute_dtype == torch.float32 or choices == {"reference"}:
+        return
+    if reason := _extension.device_problem(device):
+        raise RuntimeError(f"mini_deepinfer: {reason}. The plain PyTorch ops run with MDI_OPS=reference (slow).")
+
+
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

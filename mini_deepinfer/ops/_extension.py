@@ -131,12 +131,6 @@ def device_problem(device: torch.device) -> str | None:
     return capability_problem(archs(), torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
 
 
-def check_device(device: torch.device) -> None:
-    """Raise RuntimeError when the compiled kernels cannot run on a CUDA device; called at start, before any loading."""
-    if device.type == "cuda" and (reason := device_problem(device)):
-        raise RuntimeError(f"mini_deepinfer: {reason}. The plain PyTorch ops run with MDI_OPS=reference (slow).")
-
-
 def has_op(name: str) -> bool:
     """True when the loaded library registers mini_deepinfer::name."""
     return available() and hasattr(torch.ops.mini_deepinfer, name)

@@ -14,7 +14,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from mini_deepinfer.ops import _extension
+from mini_deepinfer import engine
+from mini_deepinfer.ops import _dispatch, _extension
+from tests.golden import TINY_A
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -242,13 +244,26 @@ def test_a_library_that_does_not_load_is_diagnosed(tmp_path: Path, monkeypatch: 
 
 
 def test_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine on a GPU that the build does not know ends before it reads a weight, unless only references would run."""
     monkeypatch.setattr(_extension, "available", lambda: True)
     monkeypatch.setattr(_extension, "archs", lambda: ("90a", "100a"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Pretended GPU")
+    monkeypatch.setattr(engine, "local_device", lambda wanted: torch.device(wanted, 0))
+    monkeypatch.setattr(engine, "_load", lambda *args: pytest.fail("weights were read"))
     with pytest.raises(RuntimeError, match=r"Pretended GPU has compute capability 7.5"):
-        _extension.check_device(torch.device("cuda", 0))
-    _extension.check_device(torch.device("cpu"))
+        engine.LLM(TINY_A, device="cuda", page_size=16)
+    gpu = torch.device("cuda", 0)
+    _dispatch.check_device(torch.device("cpu"), torch.bfloat16)
+    _dispatch.check_device(gpu, torch.float32)
+    monkeypatch.setenv("MDI_OPS", "reference")
+    _dispatch.check_device(gpu, torch.bfloat16)
+    monkeypatch.setenv("MDI_OPS", "attention.sparse=reference")
+    with pytest.raises(RuntimeError, match=r"compute capability 7\.5"):
+        _dispatch.check_device(gpu, torch.bfloat16)
+    monkeypatch.setenv("MDI_OPS", "attention.spars=portable")
+    with pytest.raises(ValueError, match=r"unknown op 'attention\.spars'"):
+        _dispatch.check_device(torch.device("cpu"), torch.bfloat16)
 
 
 # -- the ptxas report ------------------------------------------------------------------------------------------------
