@@ -218,7 +218,7 @@ class Loopback(ExpertParallel):
         if rows.dim() == 1:
             return rows.repeat(self.world)
         wide = rows.flatten(1).view(torch.uint8)
-        if wide.shape[1] % 8 == 0:  # copies of one-byte elements are slow
+        if all(n % 8 == 0 for n in (*wide.shape[1:], wide.stride(0), wide.storage_offset())):  # copies of one-byte elements are slow
             wide = wide.view(torch.int64)
         return wide.repeat(self.world, 1).view(rows.dtype).view(-1, *rows.shape[1:])
 

@@ -34,6 +34,13 @@ def test_loopback_repeats_its_rows(num_tokens, dtype):
     assert torch.equal(parallel.reduce_scatter(partial, counts), partial[:num_tokens])
 
 
+def test_loopback_repeats_rows_that_lie_anywhere():
+    """A part of a larger tensor need not begin, or have rows, on eight bytes."""
+    rows = torch.arange(3 * 20, dtype=torch.uint8)[4:].view(4, 14)
+    for part in (rows[:, :8], rows[1:, 2:10], rows.view(7, 8)):
+        assert torch.equal(Loopback(2, num_experts=4).all_gather(part, [len(part)] * 2), torch.cat((part, part)))
+
+
 def test_loopback_permutes_the_experts_of_stand_ins():
     parallel = Loopback(4, num_experts=16)
     ids = torch.arange(16, dtype=torch.int32).view(4, 4)
