@@ -41,7 +41,6 @@ IGNORED = frozenset({
     "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp",
 })
 IGNORED_PREFIXES = ("dspark_", "vision_", "image_")  # image_token_id is read before this applies
-STRUCTURE = frozenset({"model_type", "text_config", "quantization_config", "rope_scaling", "rope_parameters"})
 
 _QUANTIZATION: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),

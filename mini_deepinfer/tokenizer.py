@@ -60,10 +60,6 @@ class Tokenizer:
             ids = [self.config.bos_token_id, *ids]
         return check_prompt_ids(ids, self.config)
 
-    def to_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        """Ids of a prompt given as text or as ids."""
-        return self.encode(prompt) if isinstance(prompt, str) else check_prompt_ids(prompt, self.config)
-
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids; ids without a token give nothing."""
         return self.raw.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)

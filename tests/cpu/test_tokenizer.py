@@ -48,11 +48,10 @@ def test_bos_only_when_the_checkpoint_says_so(tokenizer, config, tmp_path):
     assert with_bos.encode("<|begin_of_sentence|>hi").count(0) == 1
 
 
-def test_ids_are_accepted_instead_of_text(tokenizer):
-    assert tokenizer.to_ids([5, 6, 7]) == [5, 6, 7]
-    assert tokenizer.to_ids(np.array([5, 6])) == [5, 6]
-    assert tokenizer.to_ids(torch.tensor([5, 6])) == [5, 6]
-    assert tokenizer.to_ids("hi") == tokenizer.encode("hi")
+def test_ids_are_accepted_instead_of_text(config):
+    assert check_prompt_ids([5, 6, 7], config) == [5, 6, 7]
+    assert check_prompt_ids(np.array([5, 6]), config) == [5, 6]
+    assert check_prompt_ids(torch.tensor([5, 6]), config) == [5, 6]
 
 
 @pytest.mark.parametrize(("ids", "error", "message"), [
