@@ -12,7 +12,6 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -248,18 +247,13 @@ class LLM:
             chunks = self.scheduler.plan()
             if not chunks and self.parallel.world == 1:
                 return []
-            inputs = [chunk.as_input() for chunk in chunks]
-            if self.graphs is not None and self.graphs.fits(inputs):
-                forward = partial(self.graphs.forward, inputs)
-            else:
-                batch = build_batch(self.config, inputs, self.caches.geometry, self.caches.device, self.hasher)
-                forward = partial(self.model.forward, batch)
         try:
-            logits = forward()
+            logits = self._forward(chunks)
         except Exception as error:
             for chunk in chunks:
                 self.scheduler.abort(chunk.request, "error", f"the step failed: {error}")
                 self._forget(chunk.request)
+                self._scores.pop(chunk.request, None)
             raise
         with stage("sample"):
             tokens = self._next_tokens(chunks, logits)
@@ -339,6 +333,15 @@ class LLM:
         if score:
             self._scores[request] = []
         return request_id
+
+    def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Logits of the chunks' wanted rows: of a decode graph where the step fits one, else of the model over a new batch."""
+        inputs = [chunk.as_input() for chunk in chunks]
+        if self.graphs is not None and self.graphs.fits(inputs):
+            return self.graphs.forward(inputs)
+        with stage("schedule"):
+            batch = build_batch(self.config, inputs, self.caches.geometry, self.caches.device, self.hasher)
+        return self.model.forward(batch)
 
     def _next_tokens(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> list[int | None]:
         """Next token of every chunk that asked for one. The one place where a step waits for the device."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from mini_deepinfer import engine
 from mini_deepinfer.cache_plan import plan_caches
 from mini_deepinfer.config import EngineConfig, ModelConfig
 from mini_deepinfer.engine import LLM
@@ -214,6 +215,22 @@ def test_a_failed_step_returns_everything() -> None:
 
     llm.model.forward = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="out of memory"):
+        llm.generate([text(5)], greedy(2))
+    assert not llm.has_work
+    assert_all_returned(llm)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        llm.score([text(5)])
+    assert not llm.has_work and not llm._scores
+
+
+def test_a_step_that_cannot_be_built_is_not_left_over(monkeypatch) -> None:
+    llm = fake_llm()
+
+    def fail(*args):
+        raise ValueError("no such page")
+
+    monkeypatch.setattr(engine, "build_batch", fail)
+    with pytest.raises(ValueError, match="no such page"):
         llm.generate([text(5)], greedy(2))
     assert not llm.has_work
     assert_all_returned(llm)
