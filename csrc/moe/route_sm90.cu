@@ -11,9 +11,8 @@
 //
 // Barriers: full[s] counts the producer's arrival and the bytes of a stage; empty[s] one arrival a consumer warp.
 // SASS: HGMMA
-// Shared memory: 6 stages x 32 KiB, reused for 32 x 392 logits. Limits: E <= 384, k <= 32, N a multiple of 8.
+// Shared memory: 6 stages x 32 KiB, reused for 32 x 392 logits. Limits: E <= 384, k <= 32, N a multiple of 32.
 #include "common/launch.h"
-#include "common/number_formats.cuh"
 #include "common/ptx_sm90.cuh"
 #include "common/tma_sm90.h"
 #include "common/wgmma_sm90.cuh"
