@@ -68,8 +68,8 @@ struct Workspace {
     uint16_t* offsets;        // [T, kMaxBuckets + 1]
     uint8_t* marked_blocks;   // [B, blocks]
     uint8_t* marked_tokens;   // [T]
-    int32_t* any_marked;      // [1], and 16 bytes behind it
-    int32_t* most_visible;    // [B]
+    int32_t* any_marked;      // [1]
+    int32_t* most_visible;    // [B], 16 bytes behind any_marked: one memset clears both
     int num_blocks;           // of a sequence: all that its page table can hold
     int num_owners;           // G: thread blocks of `score`
     int num_slots;            // key blocks of a thread block and round
