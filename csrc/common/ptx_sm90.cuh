@@ -85,6 +85,9 @@ MDI_DEVICE void bulk_load(uint32_t smem, const void* global, uint32_t bytes, uin
 // fence.proxy.async.shared::cta: ordinary shared-memory writes before it are seen by wgmma after it
 MDI_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// fence.proxy.async: the same for the shared memory of all blocks of the cluster
+MDI_DEVICE void fence_proxy_async_cluster() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 // ---- warps, registers, clusters -----------------------------------------------------------------------------------
 
 // setmaxnreg.inc.sync.aligned.u32: whole warpgroup; 24..256 in steps of 8. The kernel needs __launch_bounds__(threads, 1)
@@ -128,6 +131,18 @@ MDI_DEVICE uint32_t map_to_rank(uint32_t smem, uint32_t rank) {
     uint32_t mapped;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(smem), "r"(rank));
     return mapped;
+}
+
+// st.shared::cluster: `address` comes from map_to_rank
+MDI_DEVICE void store_cluster(uint32_t address, float v) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+MDI_DEVICE void store_cluster(uint32_t address, float2 v) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
+}
+MDI_DEVICE void store_cluster(uint32_t address, const uint4& v) {
+    asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 
 // barrier.cluster.arrive.release.aligned
