@@ -152,7 +152,8 @@ struct Block {
         const int num_steps = (num_lanes + kSlots - 1) / kSlots;
         const bool multiplies = warp < kGroupThreads / 32;
         const int row = warp % 4 * 16 + lane / 4;  // this thread's first head, the second is row + 8
-        float s[kSlots / 2], scale = 0.f, o[kSlots / 2], m[2] = {kMaxStart, kMaxStart}, sum[2][2] = {};  // sum: of even and odd steps (a round starts with an even one), per row
+        float s[kSlots / 2], scale = 0.f, o[kSlots / 2], m[2] = {kMaxStart, kMaxStart};
+        float sum[2][2] = {};  // of even and of odd steps, per row; a round starts with an even step
         LaneRow next_row;
         if (rank >= num_steps) ptx::cluster_wait();
         for (int first = 0; first < num_steps; first += kRanks) {
