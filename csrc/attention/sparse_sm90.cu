@@ -10,13 +10,14 @@
 // Of the first, the producers alone (no products) take 0.55 ms, the consumers alone (tiles not written) 0.63; together they share
 // issue slots and shared memory (74% busy), and with two K tiles each waits for the other. What decides are the producers'
 // instructions and latencies (600 a warp and step) and how early a tile is given back.
-// Tried and slower: fence.proxy.async by the producers instead of the consumers (0.80 after 0.76 ms); rows by cp.async.bulk, which
-// leaves a lane at a time (0.86); half a warp a row, a third fewer memory cycles but more instructions (0.796 after 0.767);
-// expanding a quarter before waiting for its place (0.772 after 0.766); both consumers adding the other's values before their own
-// scores (0.771 after 0.766). No difference: barriers waited for with a long suspend hint. Worth it: descriptors in uniform registers
-// (0.02), the other's tile given back before P is published (0.02). Not taken: letting the maximum that P refers to lag by up to
-// 2^8 saves the rescaling of O, but rounds P at other places than the spec (a third of the outputs in their last bit). The times
-// above were measured with it; without it an earlier form of the kernel took 0.04 ms more.
+// Slower: fence.proxy.async by the producers instead of the consumers (0.80 instead of 0.76 ms); rows by cp.async.bulk, which
+// leaves a lane at a time (0.86); half a warp a row, a third fewer memory cycles but more instructions (0.796 instead of 0.767);
+// expanding a quarter before waiting for its place (0.772 instead of 0.766); both consumers adding the other's values before
+// their own scores (0.771 instead of 0.766). No difference: barriers waited for with a long suspend hint. Worth it: descriptors
+// in uniform registers (0.02), the other's tile given back before P is published (0.02).
+// NOTE: all these times are of a variant in which the maximum that P refers to may lag by up to 2^8, which saves the rescaling
+// of O but rounds P at other places than the spec (a third of the outputs in their last bit). The exact maximum costs about
+// 0.04 ms at T=4096, 640 slots (measured with another form of this kernel).
 //
 // One persistent block per SM walks over (token, 64 heads) items; four warpgroups:
 //   producers (warpgroups 2 and 3, 64 registers): copy packed rows by index to shared memory (cp.async), half a step ahead, and
@@ -584,7 +585,7 @@ void launch_sparse_sm90(const SparseParams& params) {
     check_cuda("attention.sparse", cudaGetDevice(&device));
     check_cuda("attention.sparse", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
-    if (4 * kSplitBlocks * items <= 3 * num_sms) return launch_sparse_split_sm90(params);  // clusters of eight do not fill every GPC
+    if (int64_t{4} * kSplitBlocks * items <= 3 * num_sms) return launch_sparse_split_sm90(params);  // clusters of eight do not fill every GPC
     const dim3 grid(min_of(items, num_sms));
     launch("attention.sparse", sparse_sm90_kernel, {grid, dim3(kThreads), sizeof(SharedStorage), params.stream}, params);
 }

@@ -358,7 +358,7 @@ MDI_DEVICE void exponentiate(const float (&s)[kSlots / 2], float scale, const fl
 MDI_DEVICE float output_factor(float valid_sum, float sink, float m) {
     const float exponent = sink - m;
     const float total = valid_sum + exp2f(exponent > 127.f ? 127.f : exponent);
-    return valid_sum == 0.f ? 0.f : kKeyFactor / total;  // 0: no valid lane (p of the largest score is at least 1)
+    return valid_sum == 0.f ? 0.f : kKeyFactor / total;  // 0: no valid lane (p of the largest score is about 1)
 }
 
 }  // namespace mdi::attention::sm90

@@ -40,20 +40,11 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
-// st.shared::cluster: `address` in this block, of block `rank`
-MDI_DEVICE void store_remote(uint32_t address, int rank, const uint4& v) {
-    asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(ptx::map_to_rank(address, rank)), "r"(v.x), "r"(v.y),
-                 "r"(v.z), "r"(v.w)
-                 : "memory");
+// `address` in this block's shared memory, of block `rank`
+template <class Value>
+MDI_DEVICE void store_remote(uint32_t address, int rank, Value v) {
+    ptx::store_cluster(ptx::map_to_rank(address, rank), v);
 }
-MDI_DEVICE void store_remote(uint32_t address, int rank, float v) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(ptx::map_to_rank(address, rank)), "f"(v) : "memory");
-}
-MDI_DEVICE void store_remote(uint32_t address, int rank, float2 v) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(ptx::map_to_rank(address, rank)), "f"(v.x), "f"(v.y) : "memory");
-}
-// fence.proxy.async without a state space: ordinary stores of a cluster's blocks for wgmma
-MDI_DEVICE void fence_proxy_async_cluster() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 struct Block {
     const SparseParams& params;
@@ -161,14 +152,15 @@ struct Block {
         const int num_steps = (num_lanes + kSlots - 1) / kSlots;
         const bool multiplies = warp < kGroupThreads / 32;
         const int row = warp % 4 * 16 + lane / 4;  // this thread's first head, the second is row + 8
-        float s[kSlots / 2], scale = 0.f, o[kSlots / 2], m[2] = {kMaxStart, kMaxStart}, sum[2][2] = {};  // sum: of even and odd steps (a round starts with an even one), per row
+        float s[kSlots / 2], scale = 0.f, o[kSlots / 2], m[2] = {kMaxStart, kMaxStart};
+        float sum[2][2] = {};  // of even and of odd steps, per row; a round starts with an even step
         LaneRow next_row;
         if (rank >= num_steps) ptx::cluster_wait();
         for (int first = 0; first < num_steps; first += kRanks) {
             const int step = first + rank, steps = min_of(kRanks, num_steps - first);
             const bool has_step = rank < steps;
             if (has_step) expand(step, first == 0, next_row);
-            fence_proxy_async_cluster();
+            ptx::fence_proxy_async_cluster();
             __syncthreads();
             if (multiplies && has_step) {
                 scores(s);
@@ -203,10 +195,10 @@ struct Block {
                     for (int to_rank = 0; to_rank < kRanks; ++to_rank) store_remote(to + chunk * 16, to_rank, v);
                 }
             }
-            fence_proxy_async_cluster();
+            ptx::fence_proxy_async_cluster();
             ptx::cluster_arrive();
             ptx::cluster_wait();  // P and the sums are there
-            fence_proxy_async_cluster();
+            ptx::fence_proxy_async_cluster();
             if (multiplies) add_values(first, steps, row, m, sum, o);
             if (first + kRanks < num_steps) {
                 ptx::cluster_arrive();

@@ -15,7 +15,6 @@
 
 namespace mdi {
 
-constexpr float kFp8Max = 448.0f;
 constexpr float kFp4Max = 6.0f;
 constexpr float kActQuantFloor = 1e-4f;       // fp8 1x32: scale >= 2^-22
 constexpr float kMxfp4Floor = 0x1.8p-124f;    // 6 * 2^-126

@@ -24,11 +24,6 @@ MDI_DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// mbarrier.expect_tx.relaxed.cta.shared::cta.b64: announces bytes without arriving
-MDI_DEVICE void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
 // mbarrier.arrive.shared::cta.b64
 MDI_DEVICE void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -37,17 +32,6 @@ MDI_DEVICE void mbarrier_arrive(uint32_t barrier) {
 // mbarrier.arrive.release.cluster.shared::cluster.b64: `barrier` comes from map_to_rank
 MDI_DEVICE void mbarrier_arrive_remote(uint32_t barrier) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// mbarrier.test_wait.parity.shared::cta.b64: true when the phase of this parity has completed; never blocks
-MDI_DEVICE bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
-    uint32_t done;
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return done != 0;
 }
 
 // mbarrier.try_wait.parity.shared::cta.b64 until the phase of this parity has completed. A fresh barrier is in phase 0:
@@ -61,25 +45,6 @@ MDI_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
             : "r"(barrier), "r"(parity)
             : "memory");
     } while (done == 0);
-}
-
-// mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64: the same where the arrivals come from other blocks
-MDI_DEVICE void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-    uint32_t done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}\n"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    } while (done == 0);
-}
-
-// cp.async.mbarrier.arrive.noinc.shared::cta.b64: this thread's earlier cp.async copies arrive on the barrier when they
-// finish; counts as one of the barrier's expected arrivals
-MDI_DEVICE void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // ---- TMA ----------------------------------------------------------------------------------------------------------
@@ -98,15 +63,6 @@ MDI_DEVICE void tma_load_2d(uint32_t smem, const CUtensorMap* map, uint32_t barr
         : "memory");
 }
 
-// cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier
-MDI_DEVICE void tma_load_3d(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int32_t x, int32_t y, int32_t z) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
-        "[%2];" ::"r"(smem),
-        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(x), "r"(y), "r"(z)
-        : "memory");
-}
-
 // cp.async.bulk.tensor.2d with .multicast::cluster: the tile lands at the same offset in every block of `block_mask`,
 // and each of those blocks' barriers (same offset) counts the bytes
 MDI_DEVICE void tma_load_2d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int32_t x, int32_t y,
@@ -118,22 +74,6 @@ MDI_DEVICE void tma_load_2d_multicast(uint32_t smem, const CUtensorMap* map, uin
         : "memory");
 }
 
-// cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group; writes outside the tensor are dropped
-MDI_DEVICE void tma_store_2d(const CUtensorMap* map, uint32_t smem, int32_t x, int32_t y) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
-                     reinterpret_cast<uint64_t>(map)),
-                 "r"(smem), "r"(x), "r"(y)
-                 : "memory");
-}
-
-// cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group
-MDI_DEVICE void tma_store_3d(const CUtensorMap* map, uint32_t smem, int32_t x, int32_t y, int32_t z) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
-                     reinterpret_cast<uint64_t>(map)),
-                 "r"(smem), "r"(x), "r"(y), "r"(z)
-                 : "memory");
-}
-
 // cp.async.bulk.shared::cluster.global.mbarrier: plain copy without a tensor map; addresses and bytes are multiples of 16
 MDI_DEVICE void bulk_load(uint32_t smem, const void* global, uint32_t bytes, uint32_t barrier) {
     asm volatile(
@@ -142,39 +82,13 @@ MDI_DEVICE void bulk_load(uint32_t smem, const void* global, uint32_t bytes, uin
         : "memory");
 }
 
-// cp.async.bulk.global.shared::cta.bulk_group: plain copy back
-MDI_DEVICE void bulk_store(void* global, uint32_t smem, uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(reinterpret_cast<uint64_t>(global)),
-                 "r"(smem), "r"(bytes)
-                 : "memory");
-}
-
-// cp.async.bulk.commit_group: groups this thread's bulk stores
-MDI_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// cp.async.bulk.wait_group.read: the shared memory of all but the last kPending store groups may be written again
-template <int kPending>
-MDI_DEVICE void bulk_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-
-// cp.async.bulk.wait_group: all but the last kPending store groups are complete
-template <int kPending>
-MDI_DEVICE void bulk_wait() {
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// fence.proxy.async.shared::cta: ordinary shared-memory writes before it are seen by TMA stores and wgmma after it
+// fence.proxy.async.shared::cta: ordinary shared-memory writes before it are seen by wgmma after it
 MDI_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- warps, registers, clusters -----------------------------------------------------------------------------------
+// fence.proxy.async: the same for the shared memory of all blocks of the cluster
+MDI_DEVICE void fence_proxy_async_cluster() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// elect.sync: true in one lane of a converged warp
-MDI_DEVICE bool elect_one() {
-    uint32_t elected;
-    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n" : "=r"(elected));
-    return elected != 0;
-}
+// ---- warps, registers, clusters -----------------------------------------------------------------------------------
 
 // setmaxnreg.inc.sync.aligned.u32: whole warpgroup; 24..256 in steps of 8. The kernel needs __launch_bounds__(threads, 1)
 // or ptxas ignores it (C7508).
@@ -217,6 +131,18 @@ MDI_DEVICE uint32_t map_to_rank(uint32_t smem, uint32_t rank) {
     uint32_t mapped;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(smem), "r"(rank));
     return mapped;
+}
+
+// st.shared::cluster: `address` comes from map_to_rank
+MDI_DEVICE void store_cluster(uint32_t address, float v) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+MDI_DEVICE void store_cluster(uint32_t address, float2 v) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
+}
+MDI_DEVICE void store_cluster(uint32_t address, const uint4& v) {
+    asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 
 // barrier.cluster.arrive.release.aligned

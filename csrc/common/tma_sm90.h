@@ -1,4 +1,4 @@
-// Host side of TMA: tensor maps for tma_load_* and tma_store_* (ptx_sm90.cuh). No torch; libcuda is not linked, the
+// Host side of TMA: tensor maps for tma_load_* (ptx_sm90.cuh). No torch; libcuda is not linked, the
 // encoder is fetched from the driver at run time. Pass a map to a kernel by value: `const __grid_constant__ CUtensorMap`.
 #pragma once
 #include <cuda.h>

@@ -103,22 +103,18 @@ MDI_DEVICE void fence_registers(uint32_t (&a)[kCount]) {
     "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
     "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
     "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-#define MDI_WGMMA_TEXT_96 \
+#define MDI_WGMMA_TEXT_128 \
     MDI_WGMMA_TEXT_64 ", " \
     "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define MDI_WGMMA_D_96 \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define MDI_WGMMA_D_128 \
     MDI_WGMMA_D_64, \
     "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), \
     "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), \
     "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), \
-    "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-#define MDI_WGMMA_TEXT_128 \
-    MDI_WGMMA_TEXT_96 ", " \
-    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define MDI_WGMMA_D_128 \
-    MDI_WGMMA_D_96, \
+    "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), \
     "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), \
     "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), \
     "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
@@ -175,28 +171,6 @@ MDI_DEVICE void wgmma_bf16_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64
         MDI_WGMMA_RS("m64n128k16", "bf16.bf16", 64, 64, 65, 66, 67, 68, 69, ", %70", MDI_COMMA "n"(kTransposeB));
     } else if constexpr (kN == 256) {
         MDI_WGMMA_RS("m64n256k16", "bf16.bf16", 128, 128, 129, 130, 131, 132, 133, ", %134", MDI_COMMA "n"(kTransposeB));
-    }
-#elif defined(__CUDA_ARCH__)
-    __trap();  // compiled for another architecture: name the file *_sm90.cu
-#endif
-}
-
-// wgmma.mma_async.sync.aligned.m64nNk32.f32.e4m3.e4m3: d = a * b (+ d when `accumulate`).
-// A and B from shared memory, both K-major.
-template <int kN>
-MDI_DEVICE void wgmma_e4m3_ss(float (&d)[kN / 2], uint64_t descriptor_a, uint64_t descriptor_b, bool accumulate) {
-    static_assert(kN == 32 || kN == 64 || kN == 128 || kN == 192 || kN == 256, "wgmma: N is 32, 64, 128, 192 or 256 here");
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if constexpr (kN == 32) {
-        MDI_WGMMA_SS("m64n32k32", "e4m3.e4m3", 16, 16, 17, 18, "",);
-    } else if constexpr (kN == 64) {
-        MDI_WGMMA_SS("m64n64k32", "e4m3.e4m3", 32, 32, 33, 34, "",);
-    } else if constexpr (kN == 128) {
-        MDI_WGMMA_SS("m64n128k32", "e4m3.e4m3", 64, 64, 65, 66, "",);
-    } else if constexpr (kN == 192) {
-        MDI_WGMMA_SS("m64n192k32", "e4m3.e4m3", 96, 96, 97, 98, "",);
-    } else if constexpr (kN == 256) {
-        MDI_WGMMA_SS("m64n256k32", "e4m3.e4m3", 128, 128, 129, 130, "",);
     }
 #elif defined(__CUDA_ARCH__)
     __trap();  // compiled for another architecture: name the file *_sm90.cu

@@ -230,7 +230,7 @@ inline void rope_quant(const Tensor& x, const Tensor& positions, const Tensor& t
     MDI_CHECK(op, codes, codes.dim() == 3, "must be [T, g, K], got ", list_string(codes.sizes()));
     const int64_t groups = codes.size(1), width = codes.size(2);
     check_width(op, "codes", width, kQuantGroup, kMaxRowWidth);
-    MDI_CHECK(op, codes, groups * width == heads * dim && width % dim == 0, "must hold whole heads of x in every group, got ",
+    MDI_CHECK(op, codes, dim > 0 && groups * width == heads * dim && width % dim == 0, "must hold whole heads of x in every group, got ",
               list_string(codes.sizes()));
     MDI_CHECK_INT32(op, tokens * groups);
     const bool folded = scale.scalar_type() == ScalarType::Float;

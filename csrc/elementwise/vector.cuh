@@ -1,7 +1,6 @@
 // Eight bf16 values in a 16-byte register group, and the arithmetic around them. Runs on host and device.
 #pragma once
 #include "common/number_formats.cuh"
-#include "common/ptx_sm80.cuh"
 #include "elementwise/elementwise.h"
 
 namespace mdi::elementwise {

@@ -52,7 +52,7 @@ struct LogitsParams {
     uint16_t* out;                // [T, num_cols] bf16
     int64_t out_stride;           // elements
     int num_seqs;                 // B
-    uint8_t* workspace;           // sm90: logits_workspace_bytes() or candidate_workspace_bytes() bytes, 1024-byte aligned
+    uint8_t* workspace;           // sm90: logits_workspace_bytes() or candidate_workspace_bytes() bytes, 16-byte aligned; or null
     // second pass of the sm90 kernels: the portable ones score only the marked tokens and keys (null: everything)
     const int32_t* any_marked;        // 0: nothing to do
     const uint8_t* marked_tokens;     // logits: [ceil(T / 16)], 16 tokens each; candidate_logits: [T]

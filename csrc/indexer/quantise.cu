@@ -73,10 +73,6 @@ __global__ void __launch_bounds__(kThreads) cache_rows_kernel(CacheRowsParams p)
     p.rows[i] = row;
 }
 
-}  // namespace
-
-namespace {
-
 template <bool kRope>
 void launch_rows(const char* op, const QuantParams& params, const QueryRope& rope) {
     const auto threads = static_cast<unsigned>(params.head_dim / 8), rows = kThreads / threads;

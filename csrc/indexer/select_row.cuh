@@ -49,7 +49,6 @@ struct ColumnSource {
         }
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
-    MDI_DEVICE float item(int i) const { return widen(row[i]); }
     static MDI_DEVICE void unpack(const Raw& raw, float (&x)[kVector]) {
         const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
@@ -96,7 +95,6 @@ struct BlockSource {
         }
         return best;
     }
-    MDI_DEVICE float item(int i) const { return fetch(i); }
     static MDI_DEVICE void unpack(const Raw& raw, float (&x)[kVector]) { x[0] = raw; }
 };
 
@@ -245,7 +243,7 @@ __device__ int emit_from_row(const Source& source, uint32_t threshold, int max_a
                 else if (key == threshold && key != kNoKey) equal |= 1u << i;
             }
         }
-        uint32_t total;  // two 16-bit counts: at most 8 * 512 items a round
+        uint32_t total;  // two 16-bit counts: at most 8 * kThreads items a round
         const uint32_t before = block_prefix<kThreads>(
             static_cast<uint32_t>(__popc(above)) | static_cast<uint32_t>(__popc(equal)) << 16, shared.warp_total, total);
         int a = num_above + static_cast<int>(before & 0xffffu), e = num_equal + static_cast<int>(before >> 16);

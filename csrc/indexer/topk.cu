@@ -111,7 +111,7 @@ __device__ __forceinline__ uint32_t lowest_bits(uint32_t bits, int n) {
 // fewer than k reach a higher one. Fewer than k values reach `high`. add(probes, sums) is count_vector over the thread's
 // values. first: keys of the first round, ascending; the others divide what is left by four. slot: the counter of the next
 // round, which is zero.
-template <int kNumThreads, class Add>
+template <class Add>
 __device__ __forceinline__ uint32_t search(uint32_t low, uint32_t high, const int (&first)[3], int k, int slack, const Add& add,
                                            int& slot, Shared& shared) {
     uint32_t key[3];
@@ -148,18 +148,18 @@ __device__ __forceinline__ uint32_t search(uint32_t low, uint32_t high, const in
 }
 
 // The answer is expected just above `low`.
-template <int kNumThreads, class Add>
+template <class Add>
 __device__ __forceinline__ uint32_t search_up(uint32_t low, uint32_t high, int k, int slack, const Add& add, int& slot,
                                               Shared& shared) {
     const int from = static_cast<int>(low);
-    return search<kNumThreads>(low, high, {from + 4, from + 16, from + 64}, k, slack, add, slot, shared);
+    return search(low, high, {from + 4, from + 16, from + 64}, k, slack, add, slot, shared);
 }
 
 // The answer is expected within a factor of four below the largest value.
-template <int kNumThreads, class Add>
+template <class Add>
 __device__ __forceinline__ uint32_t search_down(uint32_t high, int k, int slack, const Add& add, int& slot, Shared& shared) {
     const int to = static_cast<int>(high);
-    return search<kNumThreads>(kLowestKey, high, {to - 256, to - 128, to - 64}, k, slack, add, slot, shared);
+    return search(kLowestKey, high, {to - 256, to - 128, to - 64}, k, slack, add, slot, shared);
 }
 
 // Dynamic shared memory of a row with num_vectors vectors.
@@ -308,8 +308,8 @@ __device__ __forceinline__ int put_picks(const Kept<kNumThreads>& kept, uint32_t
         for (int i = 0; i < kMost; ++i)
             if (i < kept.each) count_vector(kept.raw[i], probe, sums);
     };
-    const uint32_t best = near ? search_up<kNumThreads>(low, shared.top + 1, k, 0, add, slot, shared)
-                               : search_down<kNumThreads>(shared.top + 1, k, 0, add, slot, shared);
+    const uint32_t best = near ? search_up(low, shared.top + 1, k, 0, add, slot, shared)
+                               : search_down(shared.top + 1, k, 0, add, slot, shared);
     const uint32_t equal_from = pair_of(best), above_from = pair_of(best + 1);
     uint32_t above[kMost / 4] = {}, equal[kMost / 4] = {}, counts = 0;  // bit 8 (i % 4) + c of word i / 4: column c of vector i
 #pragma unroll
@@ -343,8 +343,8 @@ __device__ __forceinline__ int put_blocks(uint32_t low, int k, int32_t* ids, con
     const int thread = static_cast<int>(threadIdx.x);
     const Maxima<kNumThreads> maxima{at, false};
     uint32_t best = kLowestKey;  // takes all that are there
-    if (low != kLowestKey) best = search_up<kNumThreads>(low, kEndKey, k, 0, maxima, slot, shared);
-    else if (k < at.units * 8) best = search_down<kNumThreads>(kEndKey, k, 0, maxima, slot, shared);
+    if (low != kLowestKey) best = search_up(low, kEndKey, k, 0, maxima, slot, shared);
+    else if (k < at.units * 8) best = search_down(kEndKey, k, 0, maxima, slot, shared);
     const uint32_t equal_from = pair_of(best), above_from = pair_of(best + 1);
     for (int i = thread; i < align_up(at.units, 4); i += kNumThreads) {
         const uint4 raw = at.unit(min_of(i, at.units - 1));
@@ -411,16 +411,16 @@ __global__ void __launch_bounds__(kNumThreads, kResidentThreads / kNumThreads) s
     // a little lower than the bounds of the vectors' maxima, and quicker found
     uint32_t pick_bound = kLowestKey, block_bound = kLowestKey;
     if (kPicks && num_vectors > kCapacity)
-        pick_bound = search_down<kNumThreads>(shared.top + 1, p.k, p.k / 8, Values{at, pick_level}, slot, shared);
+        pick_bound = search_down(shared.top + 1, p.k, p.k / 8, Values{at, pick_level}, slot, shared);
     if (block_level)
-        block_bound = search_down<kNumThreads>(shared.top + 1, p.num_blocks, p.num_blocks / 8, Values{at, true}, slot, shared);
+        block_bound = search_down(shared.top + 1, p.num_blocks, p.num_blocks / 8, Values{at, true}, slot, shared);
 
     Kept<kNumThreads> kept;
     int listed = 0;
     if constexpr (kPicks) {
         listed = list_vectors<kNumThreads>(pick_bound, at, shared);
         if (listed > kCapacity && p.k < kCapacity) {  // neighbours are alike
-            pick_bound = search_up<kNumThreads>(pick_bound, shared.top + 1, p.k, (kCapacity - p.k) / 2, Values{at, false}, slot,
+            pick_bound = search_up(pick_bound, shared.top + 1, p.k, (kCapacity - p.k) / 2, Values{at, false}, slot,
                                                 shared);
             listed = list_vectors<kNumThreads>(pick_bound, at, shared);
         }

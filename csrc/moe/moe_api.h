@@ -21,9 +21,14 @@ inline void define_moe(Library& m) {
     m.def(
         "moe_grouped_gemm(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale, Tensor offsets, Tensor? a_rows, "
         "Tensor(a!) out) -> ()");
+#ifdef MDI_WITH_SM90
     m.def(
         "moe_grouped_gemm_sm90(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale, Tensor offsets, "
         "Tensor? a_rows, Tensor(a!) out, Tensor weight_row, Tensor(b!) folded, Tensor(c!) row_scale) -> ()");
+    m.def(
+        "moe_folded_gemm_sm90(Tensor folded, Tensor row_scale, Tensor weight, Tensor weight_scale, Tensor offsets, "
+        "Tensor(a!) out, Tensor weight_row) -> ()");
+#endif
     m.def(
         "moe_swiglu_quant(Tensor gu, Tensor? row_weight, float limit, Tensor? num_rows, Tensor(a!)? codes, "
         "Tensor(b!)? scale, Tensor(c!)? h) -> ()");
@@ -31,9 +36,6 @@ inline void define_moe(Library& m) {
         "moe_swiglu_fold(Tensor gu, Tensor? row_weight, float limit, Tensor? num_rows, Tensor(a!) folded, "
         "Tensor(b!) row_scale) -> ()");
     m.def("moe_swiglu_quant_folded(Tensor gu, float limit, Tensor(a!) h, Tensor(b!) codes, Tensor(c!) row_scale) -> ()");
-    m.def(
-        "moe_folded_gemm_sm90(Tensor folded, Tensor row_scale, Tensor weight, Tensor weight_scale, Tensor offsets, "
-        "Tensor(a!) out, Tensor weight_row) -> ()");
     m.def("moe_combine(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor(a!) out) -> ()");
 }
 

@@ -13,7 +13,6 @@
 // Shared memory: 3 x (32 + kExperts) x 128 bytes: 156 KiB for 384 experts. Limits: E <= 512, k <= min(32, E), N a
 // multiple of 32.
 #include "common/launch.h"
-#include "common/number_formats.cuh"
 #include "common/ptx_sm80.cuh"
 #include "moe/moe.h"
 #include "moe/route.cuh"

@@ -11,9 +11,8 @@
 //
 // Barriers: full[s] counts the producer's arrival and the bytes of a stage; empty[s] one arrival a consumer warp.
 // SASS: HGMMA
-// Shared memory: 6 stages x 32 KiB, reused for 32 x 392 logits. Limits: E <= 384, k <= 32, N a multiple of 8.
+// Shared memory: 6 stages x 32 KiB, reused for 32 x 392 logits. Limits: E <= 384, k <= 32, N a multiple of 32.
 #include "common/launch.h"
-#include "common/number_formats.cuh"
 #include "common/ptx_sm90.cuh"
 #include "common/tma_sm90.h"
 #include "common/wgmma_sm90.cuh"
@@ -93,11 +92,6 @@ __device__ __forceinline__ void consume(SharedStorage& shared, int num_steps, fl
     }
 }
 
-// st.shared::cluster.v2.f32
-__device__ __forceinline__ void store_in_cluster(uint32_t address, float a, float b) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
-}
-
 // store(offset, a, b): two logits, `offset` floats behind those of element 0
 template <int kExperts, class Store>
 __device__ __forceinline__ void store_logits(const float (&sums)[kExperts / 2], int first_expert, const Store& store) {
@@ -140,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             store([&](int offset, float a, float b) { *reinterpret_cast<float2*>(line + offset) = make_float2(a, b); });
         } else {
             const uint32_t there = ptx::map_to_rank(ptx::smem_address(line), static_cast<uint32_t>(owner));
-            store([&](int offset, float a, float b) { store_in_cluster(there + offset * 4, a, b); });
+            store([&](int offset, float a, float b) { ptx::store_cluster(there + offset * 4, make_float2(a, b)); });
         }
         ptx::setmaxnreg_dec<kOtherRegisters>();
     } else {

@@ -519,9 +519,12 @@ def test_route_does_not_depend_on_the_batch(cuda: torch.device, route_impl: str)
 
 
 @pytest.mark.parametrize(
-    "tokens, n, experts, k", [(1, 32, 8, 2), (65, 96, 192, 6), (130, 5120, 384, 6), (4096, 5120, 384, 6), (77, 1056, 300, 32)]
+    "tokens, n, experts, k",
+    [(0, 32, 8, 2), (1, 32, 8, 2), (65, 96, 192, 6), (130, 5120, 384, 6), (4096, 5120, 384, 6), (77, 1056, 300, 32)],
 )
 def test_route_kernels_give_the_same_bits(cuda: torch.device, route_impl: str, tokens: int, n: int, experts: int, k: int) -> None:
+    if route_impl == "portable":
+        pytest.skip("the others are compared with it")
     g = generator(9)
     args = (normal(g, tokens, n).to(cuda), normal(g, experts, n, scale=n**-0.5).to(cuda), torch.randn(experts, generator=g).to(cuda) * 0.1)
     for got, wanted in zip(moe.route(*args, k, 1.5, impl=route_impl), moe.route(*args, k, 1.5, impl="portable"), strict=True):
