@@ -127,13 +127,7 @@ __global__ void __launch_bounds__(kThreads) candidate_logits_kernel(LogitsParams
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) ptx::mma_bf16_m16n8k16(acc[n], a, b[n][2 * s], b[n][2 * s + 1]);
             }
-#pragma unroll
-            for (int n = 0; n < kTiles; ++n) {
-                add_heads(sum_low, acc[n][0], acc[n][1], weight[n]);
-                add_heads(sum_high, acc[n][2], acc[n][3], weight[n]);
-            }
-            sum_low = quad_sum(sum_low);
-            sum_high = quad_sum(sum_high);
+            sum_heads<kTiles>(acc, weight, sum_low, sum_high);
         }
         // lane t == 0 stores key g, lane t == 1 key g + 8
         const int store = column + g + 8 * t;
@@ -295,13 +289,7 @@ __device__ __forceinline__ void score_staged(const LogitsParams& p, StagedWarp& 
 #pragma unroll
                         for (int i = 0; i < 4; ++i) acc[n][i] *= undo;
                 }
-#pragma unroll
-                for (int n = 0; n < kTiles; ++n) {
-                    add_heads(sum_low, acc[n][0], acc[n][1], weight[n]);
-                    add_heads(sum_high, acc[n][2], acc[n][3], weight[n]);
-                }
-                sum_low = quad_sum(sum_low);
-                sum_high = quad_sum(sum_high);
+                sum_heads<kTiles>(acc, weight, sum_low, sum_high);
             }
             // lane t == 0 stores key g of the first block, lane t == 1 of the second
             const int count = t == 0 ? count_low : count_high;

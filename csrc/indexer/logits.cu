@@ -126,13 +126,7 @@ __device__ __forceinline__ void score_tile(const uint8_t* keys, const uint32_t (
 #pragma unroll
         for (int q = 0; q < T::kWarpTokens; ++q) {
             float low = 0.0f, high = 0.0f;  // keys g and g + 8
-#pragma unroll
-            for (int n = q * T::kTilesPerToken; n < (q + 1) * T::kTilesPerToken; ++n) {
-                add_heads(low, acc[n][0], acc[n][1], weight[n]);
-                add_heads(high, acc[n][2], acc[n][3], weight[n]);
-            }
-            low = quad_sum(low);
-            high = quad_sum(high);
+            sum_heads<T::kTilesPerToken>(acc + q * T::kTilesPerToken, weight + q * T::kTilesPerToken, low, high);
             if (t == 0) out[q][m * 16 + g] = to_bf16_bits(low);
             if (t == 1) out[q][m * 16 + g + 8] = to_bf16_bits(high);
         }

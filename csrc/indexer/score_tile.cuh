@@ -120,6 +120,18 @@ MDI_DEVICE float quad_sum(float sum) {
     return sum;
 }
 
+// Scores of keys g (low) and g + 8 (high) from the accumulators and weights of kTiles tiles of eight heads, on every lane of the quad
+template <int kTiles>
+MDI_DEVICE void sum_heads(const float (*acc)[4], const uint32_t* weight, float& low, float& high) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+        add_heads(low, acc[n][0], acc[n][1], weight[n]);
+        add_heads(high, acc[n][2], acc[n][3], weight[n]);
+    }
+    low = quad_sum(low);
+    high = quad_sum(high);
+}
+
 MDI_DEVICE uint16_t to_bf16_bits(float x) { return static_cast<uint16_t>(ptx::pack_bf16x2(x, 0.0f)); }
 
 }  // namespace mdi::indexer
