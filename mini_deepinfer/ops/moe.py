@@ -6,8 +6,6 @@ product, F expert hidden.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -283,13 +281,13 @@ def swiglu(gu: Tensor, row_weight: Tensor | None, limit: float, num_rows: Tensor
         TypeError, ValueError  wrong dtype; wrong shape, device or limit
         RuntimeError           not contiguous, GPU or build cannot run it
     Deterministic. Synchronises: no. Workspace: none. NaN passes the clamps.
-    Kernel: csrc/moe/swiglu_quant.cu. Reference: ops.reference.moe.swiglu_quant.
+    Kernel: csrc/moe/swiglu_quant.cu. Reference: ops.reference.moe.swiglu.
     """
     op = "moe.swiglu_quant"
     m, f = _check_swiglu(op, gu, row_weight, limit, num_rows)
     impl = select(op, gu, impl=impl)
     if impl == "reference":
-        return _reference_swiglu(gu, row_weight, limit, num_rows)
+        return reference.swiglu(gu, row_weight, limit, num_rows)
     h = torch.empty(m, f, dtype=gu.dtype, device=gu.device)
     if m:
         call(op, impl, gu, row_weight, float(limit), num_rows, None, None, h)
@@ -310,8 +308,7 @@ def swiglu_quant(
     m, f = _check_swiglu(op, gu, row_weight, limit, num_rows)
     impl = select(op, gu, impl=impl)
     if impl == "reference":
-        codes, scale = reference.swiglu_quant(gu, row_weight, limit, num_rows)
-        return codes, scale
+        return reference.swiglu_quant(gu, row_weight, limit, num_rows)
     codes = torch.empty(m, f, dtype=torch.float8_e4m3fn, device=gu.device)
     scale = torch.empty(m, f // 32, dtype=torch.uint8, device=gu.device)
     if m:
@@ -358,10 +355,6 @@ def _check_swiglu(op: str, gu: Tensor, row_weight: Tensor | None, limit: float, 
     if not limit >= 0:
         raise ValueError(f"{op}: limit must be >= 0 (0 = no clamp), got {limit}")
     return m, f
-
-
-def _reference_swiglu(gu: Tensor, row_weight: Tensor | None, limit: float, num_rows: Tensor | None) -> Tensor:
-    return cast(Tensor, reference.swiglu_quant(gu, row_weight, limit, num_rows, quantise=False))
 
 
 def experts(

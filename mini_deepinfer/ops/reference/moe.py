@@ -77,14 +77,8 @@ def grouped_gemm(
     return out
 
 
-def swiglu_quant(
-    gu: torch.Tensor,
-    row_weight: torch.Tensor | None,
-    limit: float,
-    num_rows: torch.Tensor | None = None,
-    quantise: bool = True,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit) * row_weight, rounded, then quantised 1x32 (model spec 6.2).
+def swiglu(gu: torch.Tensor, row_weight: torch.Tensor | None, limit: float, num_rows: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) * row_weight, rounded (model spec 6.2).
 
     gu [M, 2F] holds gate then up. limit 0 means no clamp. Rows at or past num_rows[0] are unspecified (here: computed as they are).
     """
@@ -94,8 +88,14 @@ def swiglu_quant(
     h = gate / (1 + torch.exp(-gate)) * up
     if row_weight is not None:
         h = h * row_weight.to(torch.float32)[:, None]
-    h = h.to(gu.dtype)
-    return act_quant(h) if quantise else h
+    return h.to(gu.dtype)
+
+
+def swiglu_quant(
+    gu: torch.Tensor, row_weight: torch.Tensor | None, limit: float, num_rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """swiglu, then quantised 1x32."""
+    return act_quant(swiglu(gu, row_weight, limit, num_rows))
 
 
 def combine(
