@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -103,3 +104,10 @@ def run_ranks(code: str, world: int, *, arguments: Sequence[str] = (), limit_s: 
 
 def check_all_well(results: list[Ended]) -> None:
     assert [result.status for result in results] == [0] * len(results), "\n".join(result.stderr[-3000:] for result in results)
+
+
+def read_outputs(results: list[Ended], path: Path) -> dict[str, torch.Tensor]:
+    """The tensors that rank 0 of a job saved, after checking that all ranks ended well and took part in the same collectives."""
+    check_all_well(results)
+    assert len({result.stdout.splitlines()[-1] for result in results}) == 1
+    return load_file(path)

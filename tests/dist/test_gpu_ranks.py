@@ -10,9 +10,8 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
 
-from tests.dist.launch import check_all_well, require, run_ranks
+from tests.dist.launch import read_outputs, require, run_ranks
 from tests.dist.test_model_ranks import with_gate_bias
 from tests.golden import AQ_MEAN, BF16_MEAN, PROMPT_LENGTHS, TINY_A, golden
 
@@ -53,10 +52,7 @@ def run(folder, out, world, lengths, *, quantised=True, poison=False):
     prompts = [golden()[f"L{length}.input_ids"].flatten().tolist() for length in lengths]
     arguments = [str(folder), str(out), str(world), json.dumps(prompts), json.dumps(quantised), json.dumps(poison)]
     results = run_ranks(RUN, world, arguments=arguments, limit_s=120)
-    check_all_well(results)
-    assert len({result.stdout.splitlines()[-1] for result in results}) == 1  # the same collectives on every rank
-    with safe_open(str(out), "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open has no iterator)
+    return read_outputs(results, out)
 
 
 def mean_difference(one, many, index):
