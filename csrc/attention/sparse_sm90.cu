@@ -37,6 +37,7 @@
 // A lane that is negative, at or past compressed_len, or outside the pool is never read through: zero row, score -inf. A
 // token without a valid lane gives 0. Results depend on nothing but the token itself. Limits: D = 512, H <= 128.
 // SASS: HGMMA
+#include "attention/sparse_output_sm90.cuh"
 #include "attention/sparse_sm90.cuh"
 #include "common/launch.h"
 
@@ -50,8 +51,9 @@ constexpr int kProducerThreads = kExpanderThreads;
 constexpr int kThreads = kConsumers * kGroupThreads + kProducerThreads;
 constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;
 constexpr int kHalfDims = kHeadDim / kConsumers;      // dims of O a consumer owns
+constexpr int kFreedRegisters = 16;                   // of O, while the output is rotated and quantised
 constexpr int kProducerWarps = kProducerThreads / 32;
-constexpr uint32_t kConsumerBarrier = 1, kGroupBarrier = 2;  // named barriers; kGroupBarrier + consumer
+constexpr uint32_t kConsumerBarrier = 1, kPairBarrier = 2;  // named barriers; kPairBarrier + warp of a consumer
 
 struct SharedStorage {
     uint8_t q[kTileBytes];
@@ -107,6 +109,7 @@ MDI_DEVICE int load_index(const SparseParams& params, const Cursor& at, int tile
     return slot < at.num_lanes ? (slot < params.num_window ? at.window_lanes : at.pick_lanes)[slot] : -1;
 }
 
+template <bool kRotates>
 struct Producer {
     const SparseParams& params;
     SharedStorage& shared;
@@ -121,55 +124,73 @@ struct Producer {
         return params.q + token_of(params, item) * params.q_stride_token + static_cast<int64_t>(first_head) * kHeadDim;
     }
 
-    // Q of an item: copied as it is, while the first K tile is written; then permuted in place by the thread that copied it: one
-    // chunk of every fourth head: from one to the next, bit 2 of the swizzle changes.
-    static constexpr int kQuerySteps = kHeads * 64 / kProducerThreads, kHeadsPerStep = kHeads / kQuerySteps;
-    static_assert(kHeadsPerStep == 4);
+    // Q of an item: copied as it is, while the first K tile is written; then rotated and permuted in place by the thread that
+    // copied it: one chunk of every atom of two heads.
     struct QueryPlace {
-        int first_head, chunk;  // chunk: of 64 in a row
+        int first_head, chunk;  // the second head: kExpanderThreads / 8 on; chunk: of eight in an atom
         uint32_t to;
 
         MDI_DEVICE explicit QueryPlace(const SharedStorage& shared) {
             const int thread = thread_index() - kConsumers * kGroupThreads;
-            first_head = thread / 64;
-            chunk = thread % 64;
-            to = address_of(shared.q) + chunk / 8 * kAtomBytes + atom_offset(first_head, chunk % 8);
+            first_head = thread / 8;
+            chunk = thread % 8;
+            to = address_of(shared.q) + atom_offset(first_head, chunk);
         }
-        MDI_DEVICE uint32_t at(int step) const { return (to ^ (step % 2 * 64)) + step * (kHeadsPerStep * 128); }
+        static constexpr int kHeadStep = kProducerThreads / 8;
+        MDI_DEVICE uint32_t at(int head, int atom) const { return to + head * kHeadStep * 128 + atom * kAtomBytes; }
     };
+    static_assert(kHeads == 2 * QueryPlace::kHeadStep && QueryPlace::kHeadStep % 8 == 0);
     MDI_DEVICE void start_query(int item, int item_count) const {
         int num_heads;
         const bf16* from = query(item, num_heads);
         ptx::mbarrier_wait(address_of(&shared.q_empty), (item_count & 1) ^ 1);
         const QueryPlace place(shared);
         from += place.first_head * kHeadDim + place.chunk * 8;
-        if (num_heads == kHeads) {
 #pragma unroll
-            for (int step = 0; step < kQuerySteps; ++step) ptx::cp_async_16(place.at(step), from + step * kHeadsPerStep * kHeadDim);
-        } else {
-#pragma unroll 1
-            for (int step = 0; place.first_head + step * kHeadsPerStep < num_heads; ++step) {
-                ptx::cp_async_16(place.at(step), from + step * kHeadsPerStep * kHeadDim);
+        for (int head = 0; head < 2; ++head) {
+            if (place.first_head + head * place.kHeadStep < num_heads) {
+#pragma unroll
+                for (int atom = 0; atom < kAtoms; ++atom) {
+                    ptx::cp_async_16(place.at(head, atom), from + head * place.kHeadStep * kHeadDim + atom * 64);
+                }
             }
         }
         ptx::cp_async_commit();
     }
+    // The same chunk of two heads, half of the angles at a time: registers
+    MDI_DEVICE void rotate_query(int token, int chunk, uint4 (&v)[2]) const {
+        const float* angles = angles_of(params.rotary, token, chunk);
+        if (angles == nullptr) return;
+        float4 half = __ldg(reinterpret_cast<const float4*>(angles));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            v[i].x = rotate_pair(v[i].x, half.x, half.y);
+            v[i].y = rotate_pair(v[i].y, half.z, half.w);
+        }
+        half = __ldg(reinterpret_cast<const float4*>(angles) + 1);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            v[i].z = rotate_pair(v[i].z, half.x, half.y);
+            v[i].w = rotate_pair(v[i].w, half.z, half.w);
+        }
+    }
     MDI_DEVICE void finish_query(int item) const {
         const int num_heads = min_of(kHeads, params.num_heads - first_head_of(params, item));
         const QueryPlace place(shared);
-        if (num_heads < kHeads) {
-#pragma unroll 1
-            for (int step = 0; step < kQuerySteps; ++step) {
-                if (place.first_head + step * kHeadsPerStep >= num_heads) store_shared_v4(place.at(step), make_uint4(0, 0, 0, 0));
-            }
+#pragma unroll
+        for (int head = 0; head < 2; ++head) {
+            if (place.first_head + head * place.kHeadStep < num_heads) continue;
+#pragma unroll
+            for (int atom = 0; atom < kAtoms; ++atom) store_shared_v4(place.at(head, atom), make_uint4(0, 0, 0, 0));
         }
 #pragma unroll
-        for (int step = 0; step < kQuerySteps; step += 4) {
-            uint4 v[4];
+        for (int atom = 0; atom < kAtoms; ++atom) {
+            uint4 v[2];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[i] = load_shared_v4(place.at(step + i));
+            for (int head = 0; head < 2; ++head) v[head] = load_shared_v4(place.at(head, atom));
+            if (kRotates && atom == kAtoms - 1) rotate_query(token_of(params, item), place.chunk, v);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) store_shared_v4(place.at(step + i), to_key_order(v[i]));
+            for (int head = 0; head < 2; ++head) store_shared_v4(place.at(head, atom), to_key_order(v[head]));
         }
         ptx::fence_proxy_async();
         __syncwarp();
@@ -281,6 +302,7 @@ struct Producer {
 
 // ---- consumers -----------------------------------------------------------------------------------------------------
 
+template <Output kOutput>
 struct Consumer {
     const SparseParams& params;
     SharedStorage& shared;
@@ -463,12 +485,26 @@ struct Consumer {
         return reinterpret_cast<float*>(shared.p[writes_p] + head * 128 + (head & 7) * 16);
     }
 
-    // o / (l + exp(sink - m)), rounded, to 16-byte stores through this consumer's half of the last K tile, which then is free:
-    // only its own values are read there, and the scores of the step were complete before P.
+    // Where a consumer's largest scale byte of half a warp's heads goes, behind the sum of its first head
+    MDI_DEVICE uint32_t* byte_slot(int writes_p, int head) const { return reinterpret_cast<uint32_t*>(sum_slot(writes_p, head)) + 1; }
+
+    // Gives registers of O away between its last use and here: without an assignment they would stay taken, because the next
+    // item's first product, which overwrites O, counts as a use.
+    MDI_DEVICE void forget_output() {
+#pragma unroll
+        for (int i = 0; i < kFreedRegisters; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(o[1][i]));
+    }
+
+    // o / (l + exp(sink - m)), rounded, through this consumer's half of the last K tile to chunks of eight columns (OutputPlace),
+    // which leave in the wanted form. The tile is free for that: only the consumer's own values are read there, all its warps are
+    // done with them when the sums are there, and the scores of the step were complete before P. A warp reads what it wrote.
     MDI_DEVICE void store(int item, int buffer) {
         const int thread = thread_index() % kGroupThreads, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
         const int first_head = first_head_of(params, item);
         const int num_heads = min_of(kHeads, params.num_heads - first_head);
+        const OutputPlace place(thread);
+        Rotation rotation;
+        if (kOutput != Output::kPlain && group == kConsumers - 1) rotation.load(params.rotary, token_of(params, item), place.chunk);
         float factor[2], sink[2];
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
@@ -487,9 +523,6 @@ struct Consumer {
             const float valid_sum = group == 0 ? sum[f] + others : others + sum[f];
             factor[f] = output_factor(valid_sum, sink[f], m[f]);
         }
-        const int first_row = thread / 8, chunk = thread % 8;
-        bf16* out = params.out + (static_cast<int64_t>(token_of(params, item)) * params.num_heads + first_head + first_row) * kHeadDim +
-                    group * kHalfDims + chunk * 8;
         uint8_t* tile = shared.k[buffer] + group * (kAtoms / 2) * kAtomBytes;
 #pragma unroll
         for (int part = 0; part < kHalfDims / 64; ++part) {
@@ -501,28 +534,49 @@ struct Consumer {
             }
             AtomWriter(tile + part * kAtomBytes).store(pairs);
         }
-        ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
-        const uint8_t* staged = tile + atom_offset(first_row, chunk);  // row + 16 has the same swizzle
+        __syncwarp();
+        if constexpr (kOutput != Output::kCodes) {
+            bf16* out = place.out(params, item) + group * kHalfDims;
 #pragma unroll
-        for (int part = 0; part < kHalfDims / 64; ++part) {
+            for (int part = 0; part < kHalfDims / 64; ++part) {
+                const bool rotates = kOutput == Output::kRotated && part == kHalfDims / 64 - 1 && rotation.any;
 #pragma unroll
-            for (int i = 0; i < kHeads / 16; ++i) {
-                const uint4 v = *reinterpret_cast<const uint4*>(staged + part * kAtomBytes + i * 16 * 128);
-                if (first_row + i * 16 < num_heads) {
-                    *reinterpret_cast<uint4*>(out + i * 16 * kHeadDim + part * 64) = from_key_order(v);
+                for (int i = 0; i < OutputPlace::kRows; ++i) {
+                    uint4 v = from_key_order(load_shared_v4(place.staged(tile, part, i)));
+                    if (rotates) v = rotation.inverse(v);
+                    if (place.row(i) < num_heads) *reinterpret_cast<uint4*>(out + i * OutputPlace::kRowStep * kHeadDim + part * 64) = v;
                 }
             }
+            arrive(shared.empty[buffer][group]);
+        } else {
+            OutputCodes<kHalfDims / 64> codes;
+#pragma unroll
+            for (int i = 0; i < OutputPlace::kRows; ++i) {
+#pragma unroll
+                for (int part = 0; part < kHalfDims / 64; part += 2) {
+                    uint4 v[2];
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) v[j] = from_key_order(load_shared_v4(place.staged(tile, part + j, i)));
+                    if (part + 2 == kHalfDims / 64 && rotation.any) v[1] = rotation.inverse(v[1]);
+                    codes.quantise(i, part, v);
+                }
+            }
+            arrive(shared.empty[buffer][group]);
+            codes.reduce();
+            const int head = thread / 32 * 16;  // the warp's first of 16: two rows of codes
+            if (lane < 2) *byte_slot(other, head + 8 * lane) = lane == 0 ? codes.row_byte[0] : codes.row_byte[1];
+            ptx::named_barrier_sync(kPairBarrier + thread / 32, 2 * 32);
+#pragma unroll
+            for (int f = 0; f < 2; ++f) codes.row_byte[f] = max_of(codes.row_byte[f], *byte_slot(group, head + 8 * f));
+            if (head < num_heads) codes.store(params, item, head, num_heads, group * kHalfDims, place, group == 0);
         }
-        arrive(shared.empty[buffer][group]);
+        if constexpr (kOutput != Output::kPlain) forget_output();
     }
 
     MDI_DEVICE void store_zeros(int item) const {
         const int first_head = first_head_of(params, item);
-        const int num_heads = min_of(kHeads, params.num_heads - first_head);
-        bf16* out = params.out + (static_cast<int64_t>(token_of(params, item)) * params.num_heads + first_head) * kHeadDim;
-        for (int i = threadIdx.x; i < num_heads * kHeadDim / 8; i += kConsumers * kGroupThreads) {
-            reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
-        }
+        store_empty<kOutput>(params, token_of(params, item), first_head, min_of(kHeads, params.num_heads - first_head), 0, kHeadDim,
+                             threadIdx.x, kConsumers * kGroupThreads);
     }
 
     MDI_DEVICE void run() {
@@ -551,6 +605,7 @@ struct Consumer {
     }
 };
 
+template <Output kOutput>
 __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_constant__ SparseParams params) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
@@ -571,14 +626,19 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
     const int role = __shfl_sync(~0u, threadIdx.x / kGroupThreads, 0);  // in a uniform register, and so all descriptors
     if (role >= kConsumers) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
-        Producer(params, shared).run();
+        Producer<kOutput != Output::kPlain>(params, shared).run();
     } else {
         ptx::setmaxnreg_inc<kConsumerRegisters>();
-        Consumer(params, shared, role).run();
+        Consumer<kOutput>(params, shared, role).run();
     }
 }
 
 }  // namespace
+
+template <Output kOutput>
+static void launch_output(const SparseParams& params, int blocks) {
+    launch("attention.sparse", sparse_sm90_kernel<kOutput>, {dim3(blocks), dim3(kThreads), sizeof(SharedStorage), params.stream}, params);
+}
 
 void launch_sparse_sm90(const SparseParams& params) {
     int device = 0, num_sms = 0;
@@ -586,8 +646,12 @@ void launch_sparse_sm90(const SparseParams& params) {
     check_cuda("attention.sparse", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
     if (int64_t{4} * kSplitBlocks * items <= 3 * num_sms) return launch_sparse_split_sm90(params);  // clusters of eight do not fill every GPC
-    const dim3 grid(min_of(items, num_sms));
-    launch("attention.sparse", sparse_sm90_kernel, {grid, dim3(kThreads), sizeof(SharedStorage), params.stream}, params);
+    const int blocks = min_of(items, num_sms);
+    switch (output_of(params)) {
+        case Output::kPlain: return launch_output<Output::kPlain>(params, blocks);
+        case Output::kRotated: return launch_output<Output::kRotated>(params, blocks);
+        case Output::kCodes: return launch_output<Output::kCodes>(params, blocks);
+    }
 }
 
 }  // namespace mdi::attention

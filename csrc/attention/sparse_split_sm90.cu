@@ -14,6 +14,7 @@
 // 256 threads: all of them copy and expand, the first warpgroup does the products. Shared memory: Q 64 KiB, K tile 64 KiB (then P
 // of eight steps), values 64 KiB, packed rows 18 KiB (then P or O on its way out), the rest 10.3 KiB.
 // SASS: HGMMA
+#include "attention/sparse_output_sm90.cuh"
 #include "attention/sparse_sm90.cuh"
 #include "common/launch.h"
 
@@ -37,6 +38,7 @@ struct SharedStorage {
     float top[kRanks][kHeads];               // largest scores of a step
     float2 part[kRanks][kGroupThreads];      // each product thread's part of a step's sum, for its two rows
     uint32_t valid[2];
+    float row_byte[2 * kThreads / 32][kRanks];  // bits: largest scale byte of a warp's heads in a block, for the first and the second half
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
@@ -46,6 +48,7 @@ MDI_DEVICE void store_remote(uint32_t address, int rank, Value v) {
     ptx::store_cluster(ptx::map_to_rank(address, rank), v);
 }
 
+template <Output kOutput>
 struct Block {
     const SparseParams& params;
     SharedStorage& shared;
@@ -63,16 +66,25 @@ struct Block {
         num_lanes = lanes_of(params, length_of(params, item));
     }
 
-    // Q, permuted
+    // Q, rotated and permuted: a thread has one chunk of every atom of two heads.
     MDI_DEVICE void load_query() const {
-        const bf16* from = params.q + token_of(params, item) * params.q_stride_token + static_cast<int64_t>(first_head) * kHeadDim;
-        const int chunk = thread % 64;
-        const uint32_t to = address_of(shared.q) + chunk / 8 * kAtomBytes;
-#pragma unroll 8
-        for (int head = thread / 64; head < kHeads; head += kThreads / 64) {
-            uint4 v = make_uint4(0, 0, 0, 0);
-            if (head < num_heads) v = __ldg(reinterpret_cast<const uint4*>(from + head * kHeadDim) + chunk);
-            store_shared_v4(to + atom_offset(head, chunk % 8), to_key_order(v));
+        const int chunk = thread % 8;
+        const bf16* from = params.q + token_of(params, item) * params.q_stride_token + static_cast<int64_t>(first_head) * kHeadDim + chunk * 8;
+        Rotation rotation;
+        if constexpr (kOutput != Output::kPlain) rotation.load(params.rotary, token_of(params, item), chunk);
+#pragma unroll
+        for (int head = thread / 8; head < kHeads; head += kThreads / 8) {
+            uint4 v[kAtoms];
+#pragma unroll
+            for (int atom = 0; atom < kAtoms; ++atom) {
+                v[atom] = make_uint4(0, 0, 0, 0);
+                if (head < num_heads) v[atom] = __ldg(reinterpret_cast<const uint4*>(from + head * kHeadDim + atom * 64));
+            }
+            if (kOutput != Output::kPlain && rotation.any) v[kAtoms - 1] = rotation.forward(v[kAtoms - 1]);
+#pragma unroll
+            for (int atom = 0; atom < kAtoms; ++atom) {
+                store_shared_v4(address_of(shared.q) + atom * kAtomBytes + atom_offset(head, chunk), to_key_order(v[atom]));
+            }
         }
     }
 
@@ -264,27 +276,71 @@ struct Block {
             AtomWriter(shared.out).store(pairs);
         }
         __syncthreads();
-        bf16* out = params.out + (static_cast<int64_t>(token_of(params, item)) * params.num_heads + first_head) * kHeadDim + rank * 64;
+        const int token = token_of(params, item), chunk = thread % 8, dim = rank * 64 + chunk * 8;
+        Rotation rotation;
+        if (kOutput != Output::kPlain && rank == kRanks - 1) rotation.load(params.rotary, token, chunk);
+        uint4 v[2];  // of two heads
 #pragma unroll
-        for (int i = thread; i < kHeads * 8; i += kThreads) {
-            const int head = i / 8, chunk = i % 8;
-            const uint4 v = load_shared_v4(address_of(shared.out) + atom_offset(head, chunk));
-            if (head < num_heads) *reinterpret_cast<uint4*>(out + head * kHeadDim + chunk * 8) = from_key_order(v);
+        for (int i = 0; i < 2; ++i) {
+            const int head = thread / 8 + i * kThreads / 8;
+            v[i] = from_key_order(load_shared_v4(address_of(shared.out) + atom_offset(head, chunk)));
+            if (rotation.any) v[i] = rotation.inverse(v[i]);
+            if (kOutput != Output::kCodes && head < num_heads) {
+                *reinterpret_cast<uint4*>(params.out + (static_cast<int64_t>(token) * params.num_heads + first_head + head) * kHeadDim + dim) = v[i];
+            }
+        }
+        if constexpr (kOutput == Output::kCodes) store_codes(v, token, dim);
+    }
+
+    // v: of heads thread / 8 and 32 on. The scales of the codes are settled by all blocks.
+    MDI_DEVICE void store_codes(const uint4 (&v)[2], int token, int dim) const {
+        constexpr int kWarps = kThreads / 32;
+        const GroupBytes group(v[0], v[1]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t largest = __reduce_max_sync(~0u, static_cast<uint32_t>(group.byte[i]));
+            if (lane < kRanks) store_remote(address_of(&shared.row_byte[i * kWarps + warp][rank]), lane, bits_float(largest));
+        }
+        ptx::cluster_arrive();
+        ptx::cluster_wait();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int head = thread / 8 + i * kThreads / 8;
+            uint32_t row_byte = 0;  // two warps have the heads of a row
+#pragma unroll
+            for (int j = 0; j < 2 * kRanks; ++j) {
+                row_byte = max_of(row_byte, float_bits(shared.row_byte[i * kWarps + (warp & ~1) + j / kRanks][j % kRanks]));
+            }
+            if (head >= num_heads) continue;
+            const int64_t row = static_cast<int64_t>((first_head + head) / kCodeHeads) * params.num_tokens + token;
+            *reinterpret_cast<uint2*>(params.codes + (row * kCodeHeads + head % kCodeHeads) * kHeadDim + dim) =
+                elementwise::fold_e4m3x8(encode_chunk(v[i], group.byte[i]), group.byte[i], static_cast<int>(row_byte));
+            if (dim == 0 && head % kCodeHeads == 0) params.row_scale[row] = e8m0_decode(static_cast<uint8_t>(row_byte));
         }
     }
 };
 
+template <Output kOutput>
 __global__ void __launch_bounds__(kThreads, 1) sparse_split_sm90_kernel(const __grid_constant__ SparseParams params) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
-    Block(params, *reinterpret_cast<SharedStorage*>(shared_bytes)).run();
+    Block<kOutput>(params, *reinterpret_cast<SharedStorage*>(shared_bytes)).run();
 }
 
 }  // namespace
 
-void launch_sparse_split_sm90(const SparseParams& params) {
+template <Output kOutput>
+static void launch_output(const SparseParams& params) {
     const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
-    launch("attention.sparse", sparse_split_sm90_kernel, {dim3(items * kRanks), dim3(kThreads), sizeof(SharedStorage), params.stream, kRanks},
-           params);
+    launch("attention.sparse", sparse_split_sm90_kernel<kOutput>,
+           {dim3(items * kRanks), dim3(kThreads), sizeof(SharedStorage), params.stream, kRanks}, params);
+}
+
+void launch_sparse_split_sm90(const SparseParams& params) {
+    switch (output_of(params)) {
+        case Output::kPlain: return launch_output<Output::kPlain>(params);
+        case Output::kRotated: return launch_output<Output::kRotated>(params);
+        case Output::kCodes: return launch_output<Output::kCodes>(params);
+    }
 }
 
 }  // namespace mdi::attention
