@@ -314,7 +314,7 @@ struct Block {
             if (head >= num_heads) continue;
             const int64_t row = static_cast<int64_t>((first_head + head) / kCodeHeads) * params.num_tokens + token;
             *reinterpret_cast<uint2*>(params.codes + (row * kCodeHeads + head % kCodeHeads) * kHeadDim + dim) =
-                elementwise::fold_e4m3x8(encode_chunk(v[i], group.byte[i]), group.byte[i], static_cast<int>(row_byte));
+                fold_chunk(encode_chunk(v[i], group.byte[i]), static_cast<uint32_t>(group.byte[i]), row_byte);
             if (dim == 0 && head % kCodeHeads == 0) params.row_scale[row] = e8m0_decode(static_cast<uint8_t>(row_byte));
         }
     }
