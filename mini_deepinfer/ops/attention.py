@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mini_deepinfer.ops import elementwise
 from mini_deepinfer.ops._dispatch import call, register_self_test, select
 from mini_deepinfer.ops.reference import attention as reference
 
 KERNEL_HEAD_DIM = 512  # the only D the compiled sparse attention takes
 MAX_HEADS = 128
+MAX_ROPE_DIM = 64  # of the Hopper kernels that rotate
+CODE_HEADS = 8  # heads of a row that the Hopper kernels quantise
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -208,10 +211,33 @@ def sparse(
     dtype for the product with the values, not for their sum. Deterministic, and independent of the other tokens.
     Synchronises: no. Workspace: none. NaN in a valid lane makes its heads NaN.
     Kernels (D = 512, H a multiple of 4 up to 128): csrc/attention/sparse_sm90.cu, csrc/attention/sparse_split_sm90.cu (few
-    tokens; the same bits), csrc/attention/sparse.cu.
+    tokens; the same bits), csrc/attention/sparse.cu. The model calls `sparse_rope` or `sparse_rope_quant`.
     Reference: ops.reference.attention.sparse.
     """
     op = "attention.sparse"
+    _check_sparse(op, q, window, window_idx, compressed, compressed_idx, compressed_len, sink)
+    out = _sparse_output(op, q, out)
+    if q.shape[0] == 0:
+        return out
+    chosen = select(op, q, impl=impl)
+    if chosen == "reference":
+        return reference.sparse(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, out)
+    _check_kernel_sizes(op, q)
+    call(op, chosen, q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, out)
+    return out
+
+
+def _check_sparse(
+    op: str,
+    q: Tensor,
+    window: Tensor,
+    window_idx: Tensor,
+    compressed: Tensor | None,
+    compressed_idx: Tensor | None,
+    compressed_len: Tensor | None,
+    sink: Tensor,
+) -> None:
+    """The operands that all forms of sparse attention share."""
     _check(op, "q", q, _COMPUTE_DTYPES, {"T": None, "H": None, "D": None}, q)
     tokens, heads, dim = q.shape
     if dim == 0 or dim % 32:
@@ -228,22 +254,134 @@ def sparse(
             raise ValueError(f"{op}: compressed_len needs compressed and compressed_idx, got neither")
         _check(op, "compressed_len", compressed_len, (torch.int32,), {"T": tokens}, q)
     _check(op, "sink", sink, (torch.float32,), {"H": heads}, q)
+
+
+def _sparse_output(op: str, q: Tensor, out: Tensor | None) -> Tensor:
     if out is None:
-        out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
-    else:
-        _check(op, "out", out, (q.dtype,), {"T": tokens, "H": heads, "D": dim}, q)
-    if tokens == 0:
-        return out
-    chosen = select(op, q, impl=impl)
-    if chosen == "reference":
-        return reference.sparse(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, out)
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _check(op, "out", out, (q.dtype,), {"T": q.shape[0], "H": q.shape[1], "D": q.shape[2]}, q)
+    return out
+
+
+def _check_kernel_sizes(op: str, q: Tensor) -> None:
+    _, heads, dim = q.shape
     if dim != KERNEL_HEAD_DIM or heads % 4 or not 4 <= heads <= MAX_HEADS:
         raise ValueError(
             f"{op}: the CUDA kernels take D={KERNEL_HEAD_DIM} and H a multiple of 4 from 4 to {MAX_HEADS}, got D={dim} H={heads}. "
-            f"MDI_OPS={op}=reference runs any size (slow)."
+            f"MDI_OPS=attention.sparse=reference runs any size (slow)."
         )
-    call(op, chosen, q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, out)
-    return out
+
+
+def _check_rotary(op: str, q: Tensor, positions: Tensor, table: Tensor) -> None:
+    _check(op, "positions", positions, (torch.int32,), {"T": q.shape[0]}, q)
+    _check(op, "table", table, (torch.float32,), {"P": None, "R/2": None, "2": 2}, q)
+    if 2 * table.shape[1] > q.shape[2]:
+        raise ValueError(f"{op}: table must have R of at most D={q.shape[2]}, got R={2 * table.shape[1]}")
+
+
+def _rotates(chosen: str, table: Tensor) -> bool:
+    """Whether the kernels of an implementation of attention.sparse rotate what they read and write."""
+    rope_dim = 2 * table.shape[1]
+    return chosen == "sm90" and rope_dim % 8 == 0 and rope_dim <= MAX_ROPE_DIM
+
+
+def sparse_rope(
+    q: Tensor,
+    window: Tensor,
+    window_idx: Tensor,
+    compressed: Tensor | None,
+    compressed_idx: Tensor | None,
+    compressed_len: Tensor | None,
+    sink: Tensor,
+    softmax_scale: float,
+    positions: Tensor,
+    table: Tensor,
+    *,
+    out: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """`sparse` between `elementwise.rope` of q and the inverse of its output (model spec 4.2, 4.5 to 4.7), with the bits of the three.
+
+    Shapes: as sparse; R rotary dims (the last R of D), P positions.
+        q          [T, H, D]    not rotated; may be rotated in place: do not use it afterwards
+        positions  [T]          int32, 0 <= positions[t] < P (not checked on CUDA: that would wait for the GPU)
+        table      [P, R/2, 2]  float32, (cos, sin)
+        the others              as in sparse
+    Returns:
+        [T, H, D] of q's dtype: out, or a new tensor
+    Raises, determinism: as sparse.
+    Dispatched as attention.sparse. The Hopper kernels rotate q and the output themselves (R a multiple of 8 up to 64,
+    csrc/attention/sparse_output_sm90.cuh); otherwise the separate ops run. Reference: ops.reference.attention.sparse_rope.
+    """
+    op = "attention.sparse_rope"
+    _check_sparse(op, q, window, window_idx, compressed, compressed_idx, compressed_len, sink)
+    _check_rotary(op, q, positions, table)
+    out = _sparse_output(op, q, out)
+    if q.shape[0] == 0:
+        return out
+    operands = (window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale)
+    chosen = select("attention.sparse", q, impl=impl)
+    if chosen == "reference":
+        return reference.sparse_rope(q, *operands, positions, table, out)
+    _check_kernel_sizes(op, q)
+    if _rotates(chosen, table):
+        call(op, chosen, q, *operands, positions, table, out)
+        return out
+    q = elementwise.rope(q, positions, table, out=q)
+    sparse(q, *operands, out=out, impl=chosen)
+    return elementwise.rope(out, positions, table, inverse=True, out=out)
+
+
+def sparse_rope_quant(
+    q: Tensor,
+    window: Tensor,
+    window_idx: Tensor,
+    compressed: Tensor | None,
+    compressed_idx: Tensor | None,
+    compressed_len: Tensor | None,
+    sink: Tensor,
+    softmax_scale: float,
+    positions: Tensor,
+    table: Tensor,
+    *,
+    groups: int,
+    folded: bool,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`sparse` of the rotated q, then `elementwise.rope_quant` of its output by the inverse rotation (model spec 4.7, 8): the same bits.
+
+    Shapes: as sparse_rope; g groups of heads, K = H*D/g.
+        groups     g, divides H; K % 32 == 0
+        folded     one scale for each row of K columns, or one for each 32 columns
+        the others as in sparse_rope
+    Returns:
+        codes  [T, g, K]     float8_e4m3fn
+        scale  [T, g, K/32]  uint8 E8M0 bytes, or with folded=True [T, g] float32 row scales
+        From the Hopper kernel both are transposed views: the tokens of a group lie together, as the products want them.
+    Raises, determinism: as sparse.
+    Dispatched as attention.sparse. The Hopper kernels do all of it for folded rows of eight heads and R as in sparse_rope; otherwise
+    the separate ops run. Reference: ops.reference.attention.sparse_rope_quant.
+    """
+    op = "attention.sparse_rope_quant"
+    _check_sparse(op, q, window, window_idx, compressed, compressed_idx, compressed_len, sink)
+    _check_rotary(op, q, positions, table)
+    tokens, heads, dim = q.shape
+    if groups < 1 or heads % groups or heads // groups * dim % 32:
+        raise ValueError(f"{op}: groups must divide the H={heads} heads of q, got {groups}")
+    operands = (window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale)
+    chosen = select("attention.sparse", q, impl=impl)
+    if chosen == "reference":
+        return reference.sparse_rope_quant(q, *operands, positions, table, groups=groups, folded=folded)
+    _check_kernel_sizes(op, q)
+    if _rotates(chosen, table) and folded and heads == groups * CODE_HEADS:
+        codes = torch.empty((groups, tokens, heads // groups * dim), dtype=torch.float8_e4m3fn, device=q.device)
+        row_scale = torch.empty((groups, tokens), dtype=torch.float32, device=q.device)
+        if tokens:
+            call(op, chosen, q, *operands, positions, table, codes, row_scale)
+        return codes.transpose(0, 1), row_scale.t()
+    q = elementwise.rope(q, positions, table, out=q)
+    o = sparse(q, *operands, impl=chosen)
+    return elementwise.rope_quant(o, positions, table, groups, inverse=True, folded=folded)
 
 
 # -- self-test of the sparse kernels ---------------------------------------------------------------------------------
