@@ -633,12 +633,12 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
     }
 }
 
-}  // namespace
-
 template <Output kOutput>
-static void launch_output(const SparseParams& params, int blocks) {
+void launch_output(const SparseParams& params, int blocks) {
     launch("attention.sparse", sparse_sm90_kernel<kOutput>, {dim3(blocks), dim3(kThreads), sizeof(SharedStorage), params.stream}, params);
 }
+
+}  // namespace
 
 void launch_sparse_sm90(const SparseParams& params) {
     int device = 0, num_sms = 0;

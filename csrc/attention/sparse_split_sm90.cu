@@ -54,6 +54,7 @@ struct Block {
     SharedStorage& shared;
     int thread, warp, lane, rank;
     int item, first_head, num_heads, num_lanes;
+    Rotation rotation;  // of the chunks thread % 8 of the last 64 columns, of Q and of O
 
     MDI_DEVICE Block(const SparseParams& p, SharedStorage& s) : params(p), shared(s) {
         thread = threadIdx.x;
@@ -66,12 +67,15 @@ struct Block {
         num_lanes = lanes_of(params, length_of(params, item));
     }
 
+    MDI_DEVICE void load_rotation() {
+        if constexpr (kOutput != Output::kPlain) rotation.load(params.rotary, token_of(params, item), thread % 8);
+    }
+
     // Q, rotated and permuted: a thread has one chunk of every atom of two heads.
-    MDI_DEVICE void load_query() const {
+    MDI_DEVICE void load_query() {
+        load_rotation();
         const int chunk = thread % 8;
         const bf16* from = params.q + token_of(params, item) * params.q_stride_token + static_cast<int64_t>(first_head) * kHeadDim + chunk * 8;
-        Rotation rotation;
-        if constexpr (kOutput != Output::kPlain) rotation.load(params.rotary, token_of(params, item), chunk);
 #pragma unroll
         for (int head = thread / 8; head < kHeads; head += kThreads / 8) {
             uint4 v[kAtoms];
@@ -80,7 +84,7 @@ struct Block {
                 v[atom] = make_uint4(0, 0, 0, 0);
                 if (head < num_heads) v[atom] = __ldg(reinterpret_cast<const uint4*>(from + head * kHeadDim + atom * 64));
             }
-            if (kOutput != Output::kPlain && rotation.any) v[kAtoms - 1] = rotation.forward(v[kAtoms - 1]);
+            if (rotation.any) v[kAtoms - 1] = rotation.forward(v[kAtoms - 1]);
 #pragma unroll
             for (int atom = 0; atom < kAtoms; ++atom) {
                 store_shared_v4(address_of(shared.q) + atom * kAtomBytes + atom_offset(head, chunk), to_key_order(v[atom]));
@@ -115,7 +119,7 @@ struct Block {
 
     // The K tile of a step, here and its atoms to the blocks that own their columns
     // next_row: in and out, this lane's row of the step and of the one in the next round, whose bytes are fetched to L2 early
-    MDI_DEVICE void expand(int step, bool with_query, LaneRow& next_row) const {
+    MDI_DEVICE void expand(int step, bool with_query, LaneRow& next_row) {
         const int part = Packed::part_of(lane), tile_row = warp * kWarpRows + Packed::row_of(lane);
         Packed packed(shared.packed[warp], tile_row, lane);
         const uint32_t keys = address_of(shared.keys);
@@ -167,7 +171,10 @@ struct Block {
         float s[kSlots / 2], scale = 0.f, o[kSlots / 2], m[2] = {kMaxStart, kMaxStart};
         float sum[2][2] = {};  // of even and of odd steps, per row; a round starts with an even step
         LaneRow next_row;
-        if (rank >= num_steps) ptx::cluster_wait();
+        if (rank >= num_steps) {
+            load_rotation();
+            ptx::cluster_wait();
+        }
         for (int first = 0; first < num_steps; first += kRanks) {
             const int step = first + rank, steps = min_of(kRanks, num_steps - first);
             const bool has_step = rank < steps;
@@ -277,14 +284,12 @@ struct Block {
         }
         __syncthreads();
         const int token = token_of(params, item), chunk = thread % 8, dim = rank * 64 + chunk * 8;
-        Rotation rotation;
-        if (kOutput != Output::kPlain && rank == kRanks - 1) rotation.load(params.rotary, token, chunk);
         uint4 v[2];  // of two heads
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int head = thread / 8 + i * kThreads / 8;
             v[i] = from_key_order(load_shared_v4(address_of(shared.out) + atom_offset(head, chunk)));
-            if (rotation.any) v[i] = rotation.inverse(v[i]);
+            if (rank == kRanks - 1 && rotation.any) v[i] = rotation.inverse(v[i]);
             if (kOutput != Output::kCodes && head < num_heads) {
                 *reinterpret_cast<uint4*>(params.out + (static_cast<int64_t>(token) * params.num_heads + first_head + head) * kHeadDim + dim) = v[i];
             }
@@ -326,14 +331,14 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_split_sm90_kernel(const __
     Block<kOutput>(params, *reinterpret_cast<SharedStorage*>(shared_bytes)).run();
 }
 
-}  // namespace
-
 template <Output kOutput>
-static void launch_output(const SparseParams& params) {
+void launch_output(const SparseParams& params) {
     const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
     launch("attention.sparse", sparse_split_sm90_kernel<kOutput>,
            {dim3(items * kRanks), dim3(kThreads), sizeof(SharedStorage), params.stream, kRanks}, params);
 }
+
+}  // namespace
 
 void launch_sparse_split_sm90(const SparseParams& params) {
     switch (output_of(params)) {
