@@ -21,28 +21,49 @@ inline Output output_of(const SparseParams& params) {
 
 static_assert(kMaxRopeDim == 64);  // the last atom
 
-// The angles (cosine, sine, ..) of chunk `chunk` (of eight) of the last 64 columns at a token's position; nullptr: it is not rotated
-MDI_DEVICE const float* angles_of(const SparseRotary& rotary, int token, int chunk) {
-    const int first = chunk * 8 - (kMaxRopeDim - rotary.rope_dim);
-    if (first < 0) return nullptr;
-    return rotary.table + static_cast<int64_t>(__ldg(rotary.positions + token)) * rotary.rope_dim + first;
+// The first angle (cosine, sine, ..) of chunk `chunk` (of eight) of the last 64 columns in a row of the table, negative: not rotated
+MDI_DEVICE int first_angle(const SparseRotary& rotary, int chunk) { return chunk * 8 - (kMaxRopeDim - rotary.rope_dim); }
+MDI_DEVICE const float* table_row(const SparseRotary& rotary, int position) {
+    return rotary.table + static_cast<int64_t>(position) * rotary.rope_dim;
 }
 
-// The same in registers
+// Loads that stay where they are written: their latencies overlap with what is between them and the use.
+MDI_DEVICE int load_pinned(const int32_t* from) {
+    int x;
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+MDI_DEVICE float4 load_pinned(const float* from) {
+    float4 v;
+    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
+    return v;
+}
+
+// The rotation of a chunk of the last 64 columns of a token, loaded in two steps
 struct Rotation {
-    bool any = false;
+    int first = -1;  // angle in the row of the table; negative: the chunk is not rotated
+    int position;
     alignas(16) float angles[8];
 
-    MDI_DEVICE void load(const SparseRotary& rotary, int token, int chunk) {
-        const float4* from = reinterpret_cast<const float4*>(angles_of(rotary, token, chunk));
-        any = from != nullptr;
-        if (!any) return;
-        reinterpret_cast<float4*>(angles)[0] = __ldg(from);
-        reinterpret_cast<float4*>(angles)[1] = __ldg(from + 1);
+    MDI_DEVICE void load_position(const SparseRotary& rotary, int token, int chunk) {
+        first = first_angle(rotary, chunk);
+        if (any()) position = load_pinned(rotary.positions + token);
     }
+    MDI_DEVICE void load_angles(const SparseRotary& rotary) {
+        if (!any()) return;
+        const float* from = table_row(rotary, position) + first;
+        reinterpret_cast<float4*>(angles)[0] = load_pinned(from);
+        reinterpret_cast<float4*>(angles)[1] = load_pinned(from + 4);
+    }
+    MDI_DEVICE bool any() const { return first >= 0; }
     MDI_DEVICE uint4 forward(const uint4& x) const { return rotate_eight(x, angles, false); }
     MDI_DEVICE uint4 inverse(const uint4& x) const { return rotate_eight(x, angles, true); }
 };
+
+// The row of codes that has a head of a token
+MDI_DEVICE int64_t code_row(const SparseParams& params, int head, int token) {
+    return static_cast<int64_t>(head / kCodeHeads) * params.num_tokens + token;
+}
 
 // The chunks of O that a consumer's thread takes: a warp has 16 heads, four at a time, eight lanes each.
 struct OutputPlace {
@@ -59,92 +80,59 @@ struct OutputPlace {
         return params.out + (static_cast<int64_t>(token_of(params, item)) * params.num_heads + first_head_of(params, item) + first_row) * kHeadDim +
                chunk * 8;
     }
-};
-
-// Scale bytes of two groups of 32 columns, of which this lane and three neighbours hold a chunk each, by act_quant_scale
-struct GroupBytes {
-    int byte[2];
-
-    MDI_DEVICE GroupBytes(const uint4& a, const uint4& b) {
-        using elementwise::max_halves;
-        constexpr uint32_t kMagnitude = 0x7fff7fffu;
-        const auto largest = [](const uint4& v) {
-            return max_halves(max_halves(v.x & kMagnitude, v.y & kMagnitude), max_halves(v.z & kMagnitude, v.w & kMagnitude));
-        };
-        const uint32_t x = largest(a), y = largest(b);
-        uint32_t halves = max_halves(__byte_perm(x, y, 0x5410), __byte_perm(x, y, 0x7632));
-        halves = max_halves(halves, __shfl_xor_sync(~0u, halves, 1));
-        halves = max_halves(halves, __shfl_xor_sync(~0u, halves, 2));
-        byte[0] = act_quant_scale(bits_float(halves << 16));
-        byte[1] = act_quant_scale(bits_float(halves & 0xffff0000u));
+    // of column 0 of the first row's chunks, in the row of codes of the warp's first head
+    MDI_DEVICE uint8_t* codes(const SparseParams& params, int item) const {
+        const int head = first_head_of(params, item) + first_row;
+        return params.codes + code_row(params, head, token_of(params, item)) * (kCodeHeads * kHeadDim) + head % kCodeHeads * kHeadDim + chunk * 8;
     }
 };
 
-// A chunk's codes at its group's scale. The quotient is taken in bf16, where it is exact.
-MDI_DEVICE uint2 encode_chunk(const uint4& x, int byte) {
-    const uint32_t inverse = (byte == 255 ? 0x7fc0u : static_cast<uint32_t>(254 - byte) << 7) * 0x10001u;  // bytes up to 247 else
-    const auto codes = [=](uint32_t pair) {
-        const uint32_t value = bf16x2_product(pair, inverse);
-        return static_cast<uint32_t>(e4m3x2_encode(elementwise::even_value(value), elementwise::odd_value(value)));
-    };
-    return make_uint2(codes(x.x) | codes(x.y) << 16, codes(x.z) | codes(x.w) << 16);
+// Largest |x| of a chunk's even and of its odd columns, as bf16 bits: NaN > Inf > finite
+MDI_DEVICE uint32_t largest_halves(const uint4& x) {
+    constexpr uint32_t kMagnitude = 0x7fff7fffu;
+    using elementwise::max_halves;
+    return max_halves(max_halves(x.x & kMagnitude, x.y & kMagnitude), max_halves(x.z & kMagnitude, x.w & kMagnitude));
+}
+MDI_DEVICE uint32_t largest_half(uint32_t halves) { return max_of(halves & 0xffffu, halves >> 16); }
+
+// act_quant_scale of a largest |x| given as bf16 bits
+MDI_DEVICE int scale_byte(uint32_t largest) { return act_quant_scale(bits_float(largest << 16)); }
+
+MDI_DEVICE uint4 scaled(const uint4& x, uint32_t pair) {
+    return make_uint4(bf16x2_product(x.x, pair), bf16x2_product(x.y, pair), bf16x2_product(x.z, pair), bf16x2_product(x.w, pair));
+}
+// 2^(127 - byte) as a bf16 pair: a quotient by the scale is exact in bf16. Finite maxima give bytes up to 247.
+MDI_DEVICE uint32_t inverse_scale(int byte) { return (byte == 255 ? 0x7fc0u : static_cast<uint32_t>(254 - byte) << 7) * 0x10001u; }
+
+// E4M3 codes, in their natural order, of a chunk in key order
+MDI_DEVICE uint2 encode_chunk(const uint4& x) {
+    using elementwise::even_value;
+    using elementwise::odd_value;
+    const auto pair = [](float even, float odd) { return static_cast<uint32_t>(e4m3x2_encode(even, odd)); };
+    return make_uint2(pair(even_value(x.x), even_value(x.y)) | pair(even_value(x.z), even_value(x.w)) << 16,
+                      pair(odd_value(x.x), odd_value(x.y)) | pair(odd_value(x.z), odd_value(x.w)) << 16);
 }
 
-// fold_e4m3x8 with a short way for eight codes that stay normal numbers: their exponents are lowered, nothing is rounded.
-MDI_DEVICE uint2 fold_chunk(const uint2& codes, uint32_t byte, uint32_t row_byte) {
-    constexpr uint32_t kTop = 0x80808080u, kOnes = 0x01010101u;
-    const uint32_t lower = (row_byte - byte) * 8;  // exponents start at bit 3
-    const uint32_t smallest = (lower + 8) * kOnes;  // magnitude of the smallest code that stays normal
-    if ((((codes.x | kTop) - smallest) & ((codes.y | kTop) - smallest) & kTop) == kTop && lower < 0x78) {
-        return make_uint2(codes.x - lower * kOnes, codes.y - lower * kOnes);
-    }
-    return elementwise::fold_e4m3x8(codes, static_cast<int>(byte), static_cast<int>(row_byte));
+// Codes folded at a row's scale are rounded twice: at the scale of their group of 32 columns, then at the row's. The second time
+// nothing is lost as long as a code stays a normal number; then one rounding at the row's scale gives the same.
+
+// One rounding. `exact`: all eight codes are normal numbers; else fold_chunk must tell.
+MDI_DEVICE uint2 encode_at_row(const uint4& x, int row_byte, bool& exact) {
+    constexpr uint32_t kTop = 0x80008000u, kMagnitude = 0x7fff7fffu, kSmallest = 0x3c803c80u;  // 2^-6
+    const uint4 y = scaled(x, row_byte == 255 ? 0u : inverse_scale(row_byte));  // in a row with a NaN every finite value becomes 0
+    const uint32_t smallest = __vminu2(__vminu2(y.x & kMagnitude, y.y & kMagnitude), __vminu2(y.z & kMagnitude, y.w & kMagnitude));
+    exact = (((smallest | kTop) - kSmallest) & kTop) == kTop;
+    return encode_chunk(y);
 }
 
-// The codes of a thread's chunks (OutputPlace) in kParts atoms, first at the scale of their own group of 32 columns
-template <int kParts>
-struct OutputCodes {
-    uint2 codes[OutputPlace::kRows][kParts];
-    uint32_t bytes[OutputPlace::kRows] = {};  // of the groups, a byte for each part
-    uint32_t row_byte[2] = {};                // largest of the warp's heads 0..7 and 8..15
-    static_assert(kParts <= 4 && OutputPlace::kRows * OutputPlace::kRowStep == 2 * kCodeHeads);
-
-    // Two chunks of row i
-    MDI_DEVICE void quantise(int i, int part, const uint4 (&x)[2]) {
-        const GroupBytes group(x[0], x[1]);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            codes[i][part + j] = encode_chunk(x[j], group.byte[j]);
-            bytes[i] |= static_cast<uint32_t>(group.byte[j]) << (8 * (part + j));
-            row_byte[i / 2] = max_of(row_byte[i / 2], static_cast<uint32_t>(group.byte[j]));
-        }
-    }
-    MDI_DEVICE void reduce() {
-        row_byte[0] = __reduce_max_sync(~0u, row_byte[0]);
-        row_byte[1] = __reduce_max_sync(~0u, row_byte[1]);
-    }
-    // Folded at row_byte. head: the warp's first of the item, first_dim: of part 0
-    MDI_DEVICE void store(const SparseParams& params, int item, int head, int num_heads, int first_dim, const OutputPlace& place,
-                          bool with_scale) const {
-        const int token = token_of(params, item), lane = thread_index() % 32;
-        const int64_t row = static_cast<int64_t>((first_head_of(params, item) + head) / kCodeHeads) * params.num_tokens + token;
-        uint8_t* to = params.codes + row * (kCodeHeads * kHeadDim) + (place.first_row - head) * kHeadDim + first_dim + place.chunk * 8;
-#pragma unroll
-        for (int f = 0; f < 2; ++f) {
-            if (head + f * kCodeHeads >= num_heads) break;
-#pragma unroll
-            for (int i = 2 * f; i < 2 * f + 2; ++i) {
-#pragma unroll
-                for (int part = 0; part < kParts; ++part) {
-                    *reinterpret_cast<uint2*>(to + i % 2 * OutputPlace::kRowStep * kHeadDim + part * 64) = 
-                        fold_chunk(codes[i][part], bytes[i] >> (8 * part) & 0xffu, row_byte[f]);
-                }
-            }
-            to += static_cast<int64_t>(params.num_tokens) * (kCodeHeads * kHeadDim);
-            if (with_scale && lane == 0) params.row_scale[row + f * static_cast<int64_t>(params.num_tokens)] = e8m0_decode(static_cast<uint8_t>(row_byte[f]));
-        }
-    }
-};
+// Two roundings; all lanes of the warp, four neighbours hold a group.
+MDI_DEVICE uint2 fold_chunk(const uint4& x, int row_byte) {
+    uint32_t largest = largest_half(largest_halves(x));
+    largest = max_of(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = max_of(largest, __shfl_xor_sync(~0u, largest, 2));
+    const int byte = scale_byte(largest);
+    return elementwise::fold_e4m3x8(encode_chunk(scaled(x, inverse_scale(byte))), byte, row_byte);
+}
 
 // The output of a token without any lane, columns first_dim up to end_dim, by num_threads threads. A rotated zero keeps the sign that
 // the rotation gives it.
@@ -157,15 +145,16 @@ MDI_DEVICE void store_empty(const SparseParams& params, int token, int first_hea
         uint4 v = make_uint4(0, 0, 0, 0);
         if (kOutput != Output::kPlain && dim >= kHeadDim - 64) {
             Rotation rotation;
-            rotation.load(params.rotary, token, (dim - (kHeadDim - 64)) / 8);
-            if (rotation.any) v = rotation.inverse(v);
+            rotation.load_position(params.rotary, token, (dim - (kHeadDim - 64)) / 8);
+            rotation.load_angles(params.rotary);
+            if (rotation.any()) v = rotation.inverse(v);
         }
         if constexpr (kOutput != Output::kCodes) {
             *reinterpret_cast<uint4*>(params.out + (static_cast<int64_t>(token) * params.num_heads + head) * kHeadDim + dim) = v;
         } else {
             const int byte = act_quant_scale(0.f);
-            const int64_t row = static_cast<int64_t>(head / kCodeHeads) * params.num_tokens + token;
-            *reinterpret_cast<uint2*>(params.codes + (row * kCodeHeads + head % kCodeHeads) * kHeadDim + dim) = encode_chunk(v, byte);
+            const int64_t row = code_row(params, head, token);
+            *reinterpret_cast<uint2*>(params.codes + (row * kCodeHeads + head % kCodeHeads) * kHeadDim + dim) = encode_chunk(scaled(to_key_order(v), inverse_scale(byte)));
             if (head % kCodeHeads == 0 && dim == 0) params.row_scale[row] = e8m0_decode(static_cast<uint8_t>(byte));
         }
     }

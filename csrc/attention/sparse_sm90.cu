@@ -51,7 +51,6 @@ constexpr int kProducerThreads = kExpanderThreads;
 constexpr int kThreads = kConsumers * kGroupThreads + kProducerThreads;
 constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;
 constexpr int kHalfDims = kHeadDim / kConsumers;      // dims of O a consumer owns
-constexpr int kFreedRegisters = 16;                   // of O, while the output is rotated and quantised
 constexpr int kProducerWarps = kProducerThreads / 32;
 constexpr uint32_t kConsumerBarrier = 1, kPairBarrier = 2;  // named barriers; kPairBarrier + warp of a consumer
 
@@ -61,7 +60,11 @@ struct SharedStorage {
     uint8_t p[kConsumers][kAtomBytes];
     uint8_t packed[kProducerWarps][kPackedWarpBytes];
     float row_max[kConsumers][kHeads];      // running maximum (in log2) after the consumer's latest step
-    float sink[kHeads];                     // of the only block of heads, in log2
+    union {
+        float sink[kHeads];                 // of the only block of heads, in log2; kernels without rotation
+        float angles[kMaxRopeDim];          // of an item's token (cosine, sine, ..): the row of the table, chunk by chunk of the last atom
+    };
+    int position[2];                        // of an item's token and of the next one
     uint32_t valid[2][2];                   // bit s: slot s of the step may be seen; a byte per producer warp
     uint64_t full[2][kQuarters], empty[2][kConsumers], p_ready[kConsumers], q_full, q_empty;
 };
@@ -155,23 +158,35 @@ struct Producer {
                 }
             }
         }
+        if constexpr (kRotates) start_angles(item, item_count, place.chunk);
         ptx::cp_async_commit();
     }
-    // The same chunk of two heads, half of the angles at a time: registers
-    MDI_DEVICE void rotate_query(int token, int chunk, uint4 (&v)[2]) const {
-        const float* angles = angles_of(params.rotary, token, chunk);
-        if (angles == nullptr) return;
-        float4 half = __ldg(reinterpret_cast<const float4*>(angles));
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            v[i].x = rotate_pair(v[i].x, half.x, half.y);
-            v[i].y = rotate_pair(v[i].y, half.z, half.w);
+    // Every thread copies what it reads itself; the others of its chunk copy the same.
+    MDI_DEVICE void start_angles(int item, int item_count, int chunk) const {
+        const int next = item + gridDim.x, slot = item_count & 1, first = first_angle(params.rotary, chunk);
+        const int position = load_shared_s32(address_of(&shared.position[slot]));
+        if (next < num_items(params)) {
+            ptx::cp_async_small<4>(address_of(&shared.position[slot ^ 1]), params.rotary.positions + token_of(params, next));
         }
-        half = __ldg(reinterpret_cast<const float4*>(angles) + 1);
+        if (first < 0) return;
+        const float* from = table_row(params.rotary, position) + first;
+        ptx::cp_async_16(address_of(shared.angles) + chunk * 32, from);
+        ptx::cp_async_16(address_of(shared.angles) + chunk * 32 + 16, from + 4);
+    }
+    // The same chunk of two heads, half of the angles at a time: registers
+    MDI_DEVICE void rotate_query(int chunk, uint4 (&v)[2]) const {
+        if (first_angle(params.rotary, chunk) < 0) return;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            v[i].z = rotate_pair(v[i].z, half.x, half.y);
-            v[i].w = rotate_pair(v[i].w, half.z, half.w);
+        for (int half = 0; half < 2; ++half) {
+            const uint4 angles = load_shared_v4(address_of(shared.angles) + chunk * 32 + half * 16);
+            const float angle[4] = {bits_float(angles.x), bits_float(angles.y), bits_float(angles.z), bits_float(angles.w)};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                uint32_t& first = half == 0 ? v[i].x : v[i].z;
+                uint32_t& second = half == 0 ? v[i].y : v[i].w;
+                first = rotate_pair(first, angle[0], angle[1]);
+                second = rotate_pair(second, angle[2], angle[3]);
+            }
         }
     }
     MDI_DEVICE void finish_query(int item) const {
@@ -188,7 +203,7 @@ struct Producer {
             uint4 v[2];
 #pragma unroll
             for (int head = 0; head < 2; ++head) v[head] = load_shared_v4(place.at(head, atom));
-            if (kRotates && atom == kAtoms - 1) rotate_query(token_of(params, item), place.chunk, v);
+            if (kRotates && atom == kAtoms - 1) rotate_query(place.chunk, v);
 #pragma unroll
             for (int head = 0; head < 2; ++head) store_shared_v4(place.at(head, atom), to_key_order(v[head]));
         }
@@ -252,6 +267,7 @@ struct Producer {
         next_item = at.item;
         next_is_first = at.first_slot == 0;
 
+        if constexpr (kRotates) shared.position[0] = __ldg(params.rotary.positions + token_of(params, item));
         int item_count = 0;
         for (int b = 0; item < num_items(params); ++b) {
             const int buffer = b & 1;
@@ -485,15 +501,8 @@ struct Consumer {
         return reinterpret_cast<float*>(shared.p[writes_p] + head * 128 + (head & 7) * 16);
     }
 
-    // Where a consumer's largest scale byte of half a warp's heads goes, behind the sum of its first head
-    MDI_DEVICE uint32_t* byte_slot(int writes_p, int head) const { return reinterpret_cast<uint32_t*>(sum_slot(writes_p, head)) + 1; }
-
-    // Gives registers of O away between its last use and here: without an assignment they would stay taken, because the next
-    // item's first product, which overwrites O, counts as a use.
-    MDI_DEVICE void forget_output() {
-#pragma unroll
-        for (int i = 0; i < kFreedRegisters; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(o[1][i]));
-    }
+    // Where a consumer's largest |o| of eight heads goes, behind the sum of the first
+    MDI_DEVICE uint32_t* max_slot(int writes_p, int head) const { return reinterpret_cast<uint32_t*>(sum_slot(writes_p, head)) + 1; }
 
     // o / (l + exp(sink - m)), rounded, through this consumer's half of the last K tile to chunks of eight columns (OutputPlace),
     // which leave in the wanted form. The tile is free for that: only the consumer's own values are read there, all its warps are
@@ -504,18 +513,20 @@ struct Consumer {
         const int num_heads = min_of(kHeads, params.num_heads - first_head);
         const OutputPlace place(thread);
         Rotation rotation;
-        if (kOutput != Output::kPlain && group == kConsumers - 1) rotation.load(params.rotary, token_of(params, item), place.chunk);
+        if (kOutput != Output::kPlain && group == kConsumers - 1) rotation.load_position(params.rotary, token_of(params, item), place.chunk);
         float factor[2], sink[2];
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
             const int head = row + 8 * f;
             sink[f] = 0.f;
-            if (head < num_heads) sink[f] = params.num_heads > kHeads ? sink_of(params, first_head + head) : shared.sink[head];
+            if (head >= num_heads) continue;
+            sink[f] = kOutput != Output::kPlain || params.num_heads > kHeads ? sink_of(params, first_head + head) : shared.sink[head];
             sum[f] += __shfl_xor_sync(~0u, sum[f], 1);
             sum[f] += __shfl_xor_sync(~0u, sum[f], 2);
             if (lane % 4 == 0) *sum_slot(other, head) = sum[f];
         }
         ptx::named_barrier_sync(kConsumerBarrier, kConsumers * kGroupThreads);  // sums are there
+        if constexpr (kOutput != Output::kPlain) rotation.load_angles(params.rotary);
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
             const int head = row + 8 * f;
@@ -539,7 +550,7 @@ struct Consumer {
             bf16* out = place.out(params, item) + group * kHalfDims;
 #pragma unroll
             for (int part = 0; part < kHalfDims / 64; ++part) {
-                const bool rotates = kOutput == Output::kRotated && part == kHalfDims / 64 - 1 && rotation.any;
+                const bool rotates = kOutput == Output::kRotated && part == kHalfDims / 64 - 1 && rotation.any();
 #pragma unroll
                 for (int i = 0; i < OutputPlace::kRows; ++i) {
                     uint4 v = from_key_order(load_shared_v4(place.staged(tile, part, i)));
@@ -549,28 +560,61 @@ struct Consumer {
             }
             arrive(shared.empty[buffer][group]);
         } else {
-            OutputCodes<kHalfDims / 64> codes;
-#pragma unroll
-            for (int i = 0; i < OutputPlace::kRows; ++i) {
-#pragma unroll
-                for (int part = 0; part < kHalfDims / 64; part += 2) {
-                    uint4 v[2];
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) v[j] = from_key_order(load_shared_v4(place.staged(tile, part + j, i)));
-                    if (part + 2 == kHalfDims / 64 && rotation.any) v[1] = rotation.inverse(v[1]);
-                    codes.quantise(i, part, v);
-                }
-            }
+            store_codes(item, tile, place, rotation, num_heads);
             arrive(shared.empty[buffer][group]);
-            codes.reduce();
-            const int head = thread / 32 * 16;  // the warp's first of 16: two rows of codes
-            if (lane < 2) *byte_slot(other, head + 8 * lane) = lane == 0 ? codes.row_byte[0] : codes.row_byte[1];
-            ptx::named_barrier_sync(kPairBarrier + thread / 32, 2 * 32);
-#pragma unroll
-            for (int f = 0; f < 2; ++f) codes.row_byte[f] = max_of(codes.row_byte[f], *byte_slot(group, head + 8 * f));
-            if (head < num_heads) codes.store(params, item, head, num_heads, group * kHalfDims, place, group == 0);
         }
-        if constexpr (kOutput != Output::kPlain) forget_output();
+    }
+
+    // The staged chunks as folded codes. A warp's 16 heads are two rows of codes, of which the other consumer's warp of the same heads
+    // has the other columns.
+    MDI_DEVICE void store_codes(int item, const uint8_t* tile, const OutputPlace& place, const Rotation& rotation, int num_heads) const {
+        constexpr int kParts = kHalfDims / 64, kRows = OutputPlace::kRows;
+        const int thread = thread_index() % kGroupThreads, head = thread / 32 * 16;
+        uint32_t largest[2] = {};
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+                uint4 v = load_shared_v4(place.staged(tile, part, i));
+                if (part == kParts - 1 && rotation.any()) {
+                    v = to_key_order(rotation.inverse(from_key_order(v)));
+                    store_shared_v4(place.staged(tile, part, i), v);
+                }
+                largest[2 * i / kRows] = elementwise::max_halves(largest[2 * i / kRows], largest_halves(v));
+            }
+        }
+#pragma unroll
+        for (int f = 0; f < 2; ++f) largest[f] = __reduce_max_sync(~0u, largest_half(largest[f]));
+        if (thread % 32 < 2) *max_slot(other, head + 8 * (thread % 32)) = thread % 32 == 0 ? largest[0] : largest[1];
+        ptx::named_barrier_sync(kPairBarrier + thread / 32, 2 * 32);
+        int row_byte[2];
+#pragma unroll
+        for (int f = 0; f < 2; ++f) row_byte[f] = scale_byte(max_of(largest[f], *max_slot(group, head + 8 * f)));
+        if (head >= num_heads) return;
+
+        uint8_t* to = place.codes(params, item) + group * kHalfDims;
+        const int64_t next_row = static_cast<int64_t>(params.num_tokens) * (kCodeHeads * kHeadDim);
+        const int chunks = head + 8 < num_heads ? kRows * kParts : kRows * kParts / 2;
+        uint32_t inexact = 0;  // bit n: chunk n, rows slowest
+#pragma unroll
+        for (int n = 0; n < kRows * kParts; ++n) {
+            if (n == kRows * kParts / 2 && n >= chunks) break;
+            const int i = n / kParts, part = n % kParts;
+            bool exact;
+            const uint2 codes = encode_at_row(load_shared_v4(place.staged(tile, part, i)), row_byte[2 * i / kRows], exact);
+            *reinterpret_cast<uint2*>(to + i / 2 * next_row + i % 2 * OutputPlace::kRowStep * kHeadDim + part * 64) = codes;
+            if (!__all_sync(~0u, exact)) inexact |= 1u << n;
+        }
+#pragma unroll 1
+        for (; inexact != 0; inexact &= inexact - 1) {
+            const int n = __ffs(static_cast<int>(inexact)) - 1, i = n / kParts, part = n % kParts;
+            const uint2 codes = fold_chunk(load_shared_v4(place.staged(tile, part, i)), i < kRows / 2 ? row_byte[0] : row_byte[1]);
+            *reinterpret_cast<uint2*>(to + i / 2 * next_row + i % 2 * OutputPlace::kRowStep * kHeadDim + part * 64) = codes;
+        }
+        if (group == 0 && thread % 32 < 2 && head + 8 * (thread % 32) < num_heads) {
+            params.row_scale[code_row(params, first_head_of(params, item) + head + 8 * (thread % 32), token_of(params, item))] =
+                e8m0_decode(static_cast<uint8_t>(thread % 32 == 0 ? row_byte[0] : row_byte[1]));
+        }
     }
 
     MDI_DEVICE void store_zeros(int item) const {
@@ -619,7 +663,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
         ptx::mbarrier_init(address_of(&shared.q_empty), 8);
         ptx::fence_mbarrier_init();
     }
-    if (static_cast<int>(threadIdx.x) < min_of(params.num_heads, kHeads)) {
+    if (kOutput == Output::kPlain && static_cast<int>(threadIdx.x) < min_of(params.num_heads, kHeads)) {
         shared.sink[threadIdx.x] = sink_of(params, threadIdx.x);
     }
     __syncthreads();

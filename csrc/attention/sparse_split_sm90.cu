@@ -38,7 +38,7 @@ struct SharedStorage {
     float top[kRanks][kHeads];               // largest scores of a step
     float2 part[kRanks][kGroupThreads];      // each product thread's part of a step's sum, for its two rows
     uint32_t valid[2];
-    float row_byte[2 * kThreads / 32][kRanks];  // bits: largest scale byte of a warp's heads in a block, for the first and the second half
+    float largest[2 * kThreads / 32][kRanks];  // bits: largest |o| of a warp's heads in a block, for the first and the second half
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
@@ -68,7 +68,10 @@ struct Block {
     }
 
     MDI_DEVICE void load_rotation() {
-        if constexpr (kOutput != Output::kPlain) rotation.load(params.rotary, token_of(params, item), thread % 8);
+        if constexpr (kOutput != Output::kPlain) {
+            rotation.load_position(params.rotary, token_of(params, item), thread % 8);
+            rotation.load_angles(params.rotary);
+        }
     }
 
     // Q, rotated and permuted: a thread has one chunk of every atom of two heads.
@@ -84,7 +87,7 @@ struct Block {
                 v[atom] = make_uint4(0, 0, 0, 0);
                 if (head < num_heads) v[atom] = __ldg(reinterpret_cast<const uint4*>(from + head * kHeadDim + atom * 64));
             }
-            if (rotation.any) v[kAtoms - 1] = rotation.forward(v[kAtoms - 1]);
+            if (rotation.any()) v[kAtoms - 1] = rotation.forward(v[kAtoms - 1]);
 #pragma unroll
             for (int atom = 0; atom < kAtoms; ++atom) {
                 store_shared_v4(address_of(shared.q) + atom * kAtomBytes + atom_offset(head, chunk), to_key_order(v[atom]));
@@ -289,7 +292,7 @@ struct Block {
         for (int i = 0; i < 2; ++i) {
             const int head = thread / 8 + i * kThreads / 8;
             v[i] = from_key_order(load_shared_v4(address_of(shared.out) + atom_offset(head, chunk)));
-            if (rank == kRanks - 1 && rotation.any) v[i] = rotation.inverse(v[i]);
+            if (rank == kRanks - 1 && rotation.any()) v[i] = rotation.inverse(v[i]);
             if (kOutput != Output::kCodes && head < num_heads) {
                 *reinterpret_cast<uint4*>(params.out + (static_cast<int64_t>(token) * params.num_heads + first_head + head) * kHeadDim + dim) = v[i];
             }
@@ -300,26 +303,26 @@ struct Block {
     // v: of heads thread / 8 and 32 on. The scales of the codes are settled by all blocks.
     MDI_DEVICE void store_codes(const uint4 (&v)[2], int token, int dim) const {
         constexpr int kWarps = kThreads / 32;
-        const GroupBytes group(v[0], v[1]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint32_t largest = __reduce_max_sync(~0u, static_cast<uint32_t>(group.byte[i]));
-            if (lane < kRanks) store_remote(address_of(&shared.row_byte[i * kWarps + warp][rank]), lane, bits_float(largest));
+            const uint32_t largest = __reduce_max_sync(~0u, largest_half(largest_halves(v[i])));
+            if (lane < kRanks) store_remote(address_of(&shared.largest[i * kWarps + warp][rank]), lane, bits_float(largest));
         }
         ptx::cluster_arrive();
         ptx::cluster_wait();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int head = thread / 8 + i * kThreads / 8;
-            uint32_t row_byte = 0;  // two warps have the heads of a row
+            uint32_t largest = 0;  // two warps have the heads of a row
 #pragma unroll
             for (int j = 0; j < 2 * kRanks; ++j) {
-                row_byte = max_of(row_byte, float_bits(shared.row_byte[i * kWarps + (warp & ~1) + j / kRanks][j % kRanks]));
+                largest = max_of(largest, float_bits(shared.largest[i * kWarps + (warp & ~1) + j / kRanks][j % kRanks]));
             }
+            const int row_byte = scale_byte(largest);
+            const uint2 codes = fold_chunk(to_key_order(v[i]), row_byte);
             if (head >= num_heads) continue;
-            const int64_t row = static_cast<int64_t>((first_head + head) / kCodeHeads) * params.num_tokens + token;
-            *reinterpret_cast<uint2*>(params.codes + (row * kCodeHeads + head % kCodeHeads) * kHeadDim + dim) =
-                fold_chunk(encode_chunk(v[i], group.byte[i]), static_cast<uint32_t>(group.byte[i]), row_byte);
+            const int64_t row = code_row(params, first_head + head, token);
+            *reinterpret_cast<uint2*>(params.codes + (row * kCodeHeads + head % kCodeHeads) * kHeadDim + dim) = codes;
             if (dim == 0 && head % kCodeHeads == 0) params.row_scale[row] = e8m0_decode(static_cast<uint8_t>(row_byte));
         }
     }
