@@ -113,16 +113,16 @@ MDI_DEVICE uint2 encode_chunk(const uint4& x) {
                       pair(odd_value(x.x), odd_value(x.y)) | pair(odd_value(x.z), odd_value(x.w)) << 16);
 }
 
-// Codes folded at a row's scale are rounded twice: at the scale of their group of 32 columns, then at the row's. The second time
-// nothing is lost as long as a code stays a normal number; then one rounding at the row's scale gives the same.
+// Codes folded at a row's scale are rounded twice: at the scale of their group of 32 columns, then at the row's. Where one rounding at
+// the row's scale gives a normal number, two give the same: the second loses nothing above 2^-6, and from 15/16 of that up both ways
+// end there.
 
-// One rounding. `exact`: all eight codes are normal numbers; else fold_chunk must tell.
+// One rounding. `exact`: all eight codes are normal numbers (or NaN); else fold_chunk must tell.
 MDI_DEVICE uint2 encode_at_row(const uint4& x, int row_byte, bool& exact) {
-    constexpr uint32_t kTop = 0x80008000u, kMagnitude = 0x7fff7fffu, kSmallest = 0x3c803c80u;  // 2^-6
-    const uint4 y = scaled(x, row_byte == 255 ? 0u : inverse_scale(row_byte));  // in a row with a NaN every finite value becomes 0
-    const uint32_t smallest = __vminu2(__vminu2(y.x & kMagnitude, y.y & kMagnitude), __vminu2(y.z & kMagnitude, y.w & kMagnitude));
-    exact = (((smallest | kTop) - kSmallest) & kTop) == kTop;
-    return encode_chunk(y);
+    constexpr uint32_t kTop = 0x80808080u, kSmallest = 0x08080808u;
+    const uint2 codes = encode_chunk(scaled(x, row_byte == 255 ? 0u : inverse_scale(row_byte)));  // finite values of a NaN row: 0
+    exact = (((codes.x | kTop) - kSmallest) & ((codes.y | kTop) - kSmallest) & kTop) == kTop;
+    return codes;
 }
 
 // Two roundings; all lanes of the warp, four neighbours hold a group.
