@@ -34,6 +34,9 @@
 // Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, packed rows 18 KiB, the rest 1 KiB = 227 KiB, all there is. A packed row's
 // buffer is that of a compressed row; the second half of a window row waits in the K tile itself (Packed).
 //
+// Q may be rotated on its way in and O leave in other forms (sparse_output_sm90.cuh): a kernel of its own each. The angles of Q come
+// with it from the row of the table that the token's position names, which was fetched one item ahead.
+//
 // A lane that is negative, at or past compressed_len, or outside the pool is never read through: zero row, score -inf. A
 // token without a valid lane gives 0. Results depend on nothing but the token itself. Limits: D = 512, H <= 128.
 // SASS: HGMMA
@@ -513,7 +516,9 @@ struct Consumer {
         const int num_heads = min_of(kHeads, params.num_heads - first_head);
         const OutputPlace place(thread);
         Rotation rotation;
-        if (kOutput != Output::kPlain && group == kConsumers - 1) rotation.load_position(params.rotary, token_of(params, item), place.chunk);
+        if (kOutput != Output::kPlain && group == kConsumers - 1) {
+            rotation.load_position(params.rotary, token_of(params, item), place.chunk);
+        }
         float factor[2], sink[2];
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
@@ -619,8 +624,8 @@ struct Consumer {
 
     MDI_DEVICE void store_zeros(int item) const {
         const int first_head = first_head_of(params, item);
-        store_empty<kOutput>(params, token_of(params, item), first_head, min_of(kHeads, params.num_heads - first_head), 0, kHeadDim,
-                             threadIdx.x, kConsumers * kGroupThreads);
+        store_empty<kOutput>(params, token_of(params, item), first_head, min_of(kHeads, params.num_heads - first_head), thread_index(),
+                             kConsumers * kGroupThreads);
     }
 
     MDI_DEVICE void run() {

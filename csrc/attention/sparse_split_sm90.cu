@@ -78,7 +78,7 @@ struct Block {
     MDI_DEVICE void load_query() {
         load_rotation();
         const int chunk = thread % 8;
-        const bf16* from = params.q + token_of(params, item) * params.q_stride_token + static_cast<int64_t>(first_head) * kHeadDim + chunk * 8;
+        const bf16* from = params.q + token_of(params, item) * params.q_stride_token + first_head * int64_t{kHeadDim} + chunk * 8;
 #pragma unroll
         for (int head = thread / 8; head < kHeads; head += kThreads / 8) {
             uint4 v[kAtoms];
@@ -294,7 +294,8 @@ struct Block {
             v[i] = from_key_order(load_shared_v4(address_of(shared.out) + atom_offset(head, chunk)));
             if (rank == kRanks - 1 && rotation.any()) v[i] = rotation.inverse(v[i]);
             if (kOutput != Output::kCodes && head < num_heads) {
-                *reinterpret_cast<uint4*>(params.out + (static_cast<int64_t>(token) * params.num_heads + first_head + head) * kHeadDim + dim) = v[i];
+                const int64_t row = static_cast<int64_t>(token) * params.num_heads + first_head + head;
+                *reinterpret_cast<uint4*>(params.out + row * kHeadDim + dim) = v[i];
             }
         }
         if constexpr (kOutput == Output::kCodes) store_codes(v, token, dim);
