@@ -8,38 +8,21 @@ import torch
 from torch import Tensor
 
 from mini_deepinfer.ops._dispatch import call, register_self_test, select
+from mini_deepinfer.ops._operands import COMPUTE_DTYPES, check_eps, check_groups, check_operand, check_rotary, dtype_name
 from mini_deepinfer.ops.reference import attention as reference
 
 KERNEL_HEAD_DIM = 512  # the only D the compiled sparse attention takes
 MAX_HEADS = 128
-_COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _check(op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: dict[str, int | None], like: Tensor) -> None:
-    """dtype, shape and device of one operand. shape: letter -> wanted size, None = any."""
-    letters = ", ".join(letter if size is None else f"{letter}={size}" for letter, size in shape.items())
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(_name(dtype) for dtype in dtypes)
-        raise TypeError(f"{op}: {name} must be {wanted} [{letters}], got {_name(tensor.dtype)} {list(tensor.shape)}")
-    fits = tensor.dim() == len(shape) and all(size in (None, got) for size, got in zip(shape.values(), tensor.shape, strict=True))
-    if not fits:
-        raise ValueError(f"{op}: {name} must be [{letters}], got {list(tensor.shape)}")
-    if tensor.device != like.device:
-        raise ValueError(f"{op}: {name} must be on {like.device} like the first operand, got {tensor.device}")
+_check, _COMPUTE_DTYPES = check_operand, COMPUTE_DTYPES
 
 
 def _write_rows(op: str, name: str, values: Tensor, rows: Tensor, slots: Tensor, bytes_per_32: int, impl: str | None) -> str | None:
     """Checks shared by the two row writers. Returns the implementation, None when there is nothing to write."""
-    _check(op, name, values, _COMPUTE_DTYPES, {"rows": None, "D": None}, values)
+    check_operand(op, name, values, COMPUTE_DTYPES, {"rows": None, "D": None}, values)
     count, dim = values.shape
-    if dim == 0 or dim % 32:
-        raise ValueError(f"{op}: {name} must have D a positive multiple of 32, got D={dim}")
-    _check(op, "rows", rows, (torch.uint8,), {"S": None, "row bytes": dim // 32 * bytes_per_32}, values)
-    _check(op, "slots", slots, (torch.int32,), {"rows": count}, values)
+    check_groups(op, name, dim)
+    check_operand(op, "rows", rows, (torch.uint8,), {"S": None, "row bytes": dim // 32 * bytes_per_32}, values)
+    check_operand(op, "slots", slots, (torch.int32,), {"rows": count}, values)
     return select(op, values, impl=impl) if count else None
 
 
@@ -83,14 +66,9 @@ def write_normed_window(
     """
     op = "attention.write_normed_window"
     chosen = _write_rows(op, "x", x, rows, slots, 33, impl)
-    tokens, dim = x.shape
-    _check(op, "weight", weight, _COMPUTE_DTYPES, {"D": dim}, x)
-    _check(op, "positions", positions, (torch.int32,), {"T": tokens}, x)
-    _check(op, "table", table, (torch.float32,), {"P": None, "R/2": None, "2": 2}, x)
-    if 2 * table.shape[1] > dim:
-        raise ValueError(f"{op}: table must have R of at most D={dim}, got R={2 * table.shape[1]}")
-    if not eps >= 0:
-        raise ValueError(f"{op}: eps must be >= 0, got {eps}")
+    check_operand(op, "weight", weight, COMPUTE_DTYPES, {"D": x.shape[1]}, x)
+    check_rotary(op, "x", x, positions, table)
+    check_eps(op, "eps", eps)
     if chosen == "reference":
         reference.write_normed_window(x, weight, eps, positions, table, rows, slots)
     elif chosen is not None:
@@ -148,21 +126,21 @@ def compress(
     Kernel: csrc/attention/compress.cu. Reference: ops.reference.attention.compress.
     """
     op = "attention.compress"
-    _check(op, "kv", kv, (torch.float32,), {"T": None, "D": None}, kv)
+    check_operand(op, "kv", kv, (torch.float32,), {"T": None, "D": None}, kv)
     tokens, dim = kv.shape
-    _check(op, "group_rows", group_rows, (torch.int32,), {"G": None, "r": None}, kv)
+    check_operand(op, "group_rows", group_rows, (torch.int32,), {"G": None, "r": None}, kv)
     groups, ratio = group_rows.shape
-    if out_dtype not in _COMPUTE_DTYPES:
-        raise TypeError(f"{op}: out_dtype must be bfloat16 or float32, got {_name(out_dtype)}")
+    if out_dtype not in COMPUTE_DTYPES:
+        raise TypeError(f"{op}: out_dtype must be bfloat16 or float32, got {dtype_name(out_dtype)}")
     if ratio < 1 or (score is None and ratio != 1):
         raise ValueError(f"{op}: score must be given unless r = 1, got group_rows {list(group_rows.shape)} and no score")
     if (tail_kv is None) != (tail_score is None):
         raise ValueError(f"{op}: tail_kv and tail_score must be given together, got only one of them")
     if score is not None:
-        _check(op, "score", score, (torch.float32,), {"T": tokens, "D": dim}, kv)
+        check_operand(op, "score", score, (torch.float32,), {"T": tokens, "D": dim}, kv)
     if tail_kv is not None and tail_score is not None:
-        _check(op, "tail_kv", tail_kv, (torch.float32,), {"tail": None, "D": dim}, kv)
-        _check(op, "tail_score", tail_score, (torch.float32,), {"tail": tail_kv.shape[0], "D": dim}, kv)
+        check_operand(op, "tail_kv", tail_kv, (torch.float32,), {"tail": None, "D": dim}, kv)
+        check_operand(op, "tail_score", tail_score, (torch.float32,), {"tail": tail_kv.shape[0], "D": dim}, kv)
     if groups == 0:
         return torch.empty(0, dim, dtype=out_dtype, device=kv.device)
     chosen = select(op, kv, impl=impl, compute_dtype=out_dtype)

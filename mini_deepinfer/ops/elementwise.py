@@ -6,29 +6,19 @@ import torch
 from torch import Tensor
 
 from mini_deepinfer.ops._dispatch import call, register_self_test, select
+from mini_deepinfer.ops._operands import COMPUTE_DTYPES, check_eps, check_groups, check_operand, check_rotary
 from mini_deepinfer.ops.reference import elementwise as reference
 from mini_deepinfer.ops.reference import number_formats
 
 # -- number formats ------------------------------------------------------------------------------------------------
 
 
-def _check_expand(
-    op: str, codes: Tensor, per_byte: int, scale: Tensor, name: str, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    if codes.dim() != 2:
-        raise ValueError(f"{op}: {name} must have two dimensions, got {list(codes.shape)}")
-    if codes.dtype not in dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{op}: {name} must be {wanted}, got {codes.dtype}")
-    if scale.dtype != torch.uint8:
-        raise TypeError(f"{op}: scale must be uint8 (E8M0 bytes), got {scale.dtype}. Use scale.view(torch.uint8).")
-    m, k = codes.shape[0], codes.shape[1] * per_byte
-    if k % 32:
-        raise ValueError(f"{op}: {name} must hold a multiple of 32 columns, got K={k}")
-    if tuple(scale.shape) != (m, k // 32):
-        raise ValueError(f"{op}: scale must be uint8 [M={m}, K/32={k // 32}], got {list(scale.shape)}")
-    if scale.device != codes.device:
-        raise ValueError(f"{op}: scale must be on {codes.device} like {name}, got {scale.device}")
+def _check_expand(op: str, name: str, codes: Tensor, dtypes: tuple[torch.dtype, ...], per_byte: int, scale: Tensor) -> None:
+    check_operand(op, name, codes, dtypes, {"M": None, "bytes": None})
+    width = codes.shape[1] * per_byte
+    if width % 32:
+        raise ValueError(f"{op}: {name} must hold a multiple of 32 columns, got K={width}")
+    check_operand(op, "scale", scale, (torch.uint8,), {"M": codes.shape[0], "K/32": width // 32}, codes)
 
 
 def expand_fp8(codes: Tensor, scale: Tensor, *, impl: str | None = None) -> Tensor:
@@ -46,7 +36,7 @@ def expand_fp8(codes: Tensor, scale: Tensor, *, impl: str | None = None) -> Tens
     Kernel: csrc/elementwise/expand.cu. Reference: ops.reference.number_formats.expand_fp8.
     """
     op = "elementwise.expand_fp8"
-    _check_expand(op, codes, 1, scale, "codes", (torch.float8_e4m3fn, torch.uint8))
+    _check_expand(op, "codes", codes, (torch.float8_e4m3fn, torch.uint8), 1, scale)
     impl = select(op, codes, impl=impl)
     if impl == "reference":
         return number_formats.expand_fp8(codes, scale)
@@ -70,7 +60,7 @@ def expand_fp4(packed: Tensor, scale: Tensor, *, impl: str | None = None) -> Ten
     Kernel: csrc/elementwise/expand.cu. Reference: ops.reference.number_formats.expand_fp4.
     """
     op = "elementwise.expand_fp4"
-    _check_expand(op, packed, 2, scale, "packed", (torch.uint8,))
+    _check_expand(op, "packed", packed, (torch.uint8,), 2, scale)
     impl = select(op, packed, impl=impl)
     if impl == "reference":
         return number_formats.expand_fp4(packed, scale)
@@ -103,50 +93,16 @@ register_self_test(
 
 # -- checks of the ops below ---------------------------------------------------------------------------------------
 
-_COMPUTE = (torch.bfloat16, torch.float32)
 _F32 = (torch.float32,)
 
 
-def _check(
-    op: str,
-    name: str,
-    tensor: Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    dims: dict[str, int | None],
-    like: Tensor | None = None,
-) -> None:
-    """Raise unless `tensor` has one of the dtypes, the shape `dims` (letter: size, None = any) and `like`'s device."""
-    shape = ", ".join(
-        letter if size is None or letter.isdigit() else f"{letter}={size}" for letter, size in dims.items()
-    )
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        raise TypeError(f"{op}: {name} must be {wanted} [{shape}], got {got}")
-    sizes = tuple(dims.values())
-    if tensor.dim() != len(sizes) or any(size is not None and size != got for size, got in zip(sizes, tensor.shape)):
-        raise ValueError(f"{op}: {name} must be [{shape}], got {list(tensor.shape)}")
-    if like is not None and tensor.device != like.device:
-        raise ValueError(f"{op}: {name} must be on {like.device} like the first operand, got {tensor.device}")
-
-
-def _check_groups(op: str, name: str, width: int) -> None:
-    if width == 0 or width % 32:
-        raise ValueError(f"{op}: {name} must have a positive multiple of 32 columns (one scale per 32), got {width}")
-
-
-def _check_eps(op: str, name: str, eps: float) -> None:
-    if not eps >= 0:
-        raise ValueError(f"{op}: {name} must be >= 0, got {eps}")
-
-
 def _check_norm(op: str, x: Tensor, width: int, weight: Tensor, eps: float) -> None:
-    _check(op, "weight", weight, _COMPUTE, {"N": width}, x)
-    _check_eps(op, "eps", eps)
+    check_operand(op, "weight", weight, COMPUTE_DTYPES, {"N": width}, x)
+    check_eps(op, "eps", eps)
 
 
 def _check_streams(op: str, streams: Tensor) -> tuple[int, int, int]:
-    _check(op, "streams", streams, _COMPUTE, {"T": None, "n": None, "N": None})
+    check_operand(op, "streams", streams, COMPUTE_DTYPES, {"T": None, "n": None, "N": None})
     tokens, num_streams, width = streams.shape
     if not 1 <= num_streams <= 4:
         raise ValueError(f"{op}: streams must have n = 1..4 streams, got n={num_streams}")
@@ -157,7 +113,7 @@ def _check_out(op: str, out: Tensor | None, like: Tensor) -> Tensor:
     """`out` after its checks, or a new tensor like `like`."""
     if out is None:
         return torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    _check(op, "out", out, (like.dtype,), {f"dim{i}": size for i, size in enumerate(like.shape)}, like)
+    check_operand(op, "out", out, (like.dtype,), {f"dim{i}": size for i, size in enumerate(like.shape)}, like)
     return out
 
 
@@ -190,7 +146,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, impl: str | None = None) -
     Kernel: csrc/elementwise/rmsnorm_quant.cu. Reference: ops.reference.elementwise.rmsnorm.
     """
     op = "elementwise.rmsnorm"
-    _check(op, "x", x, _COMPUTE, {"T": None, "N": None})
+    check_operand(op, "x", x, COMPUTE_DTYPES, {"T": None, "N": None})
     _check_norm(op, x, x.shape[1], weight, eps)
     impl = select(op, x, impl=impl)
     if impl == "reference":
@@ -233,8 +189,8 @@ def act_quant_folded(x: Tensor, *, impl: str | None = None) -> tuple[Tensor, Ten
 
 
 def _act_quant(op: str, x: Tensor, folded: bool, impl: str | None) -> tuple[Tensor, Tensor]:
-    _check(op, "x", x, _COMPUTE, {"T": None, "K": None})
-    _check_groups(op, "x", x.shape[1])
+    check_operand(op, "x", x, COMPUTE_DTYPES, {"T": None, "K": None})
+    check_groups(op, "x", x.shape[1])
     impl = select(op, x, impl=impl)
     if impl == "reference":
         return _reference_quant(x, folded)
@@ -260,8 +216,8 @@ def rmsnorm_quant(
     Kernel: csrc/elementwise/rmsnorm_quant.cu. Reference: the composition of the two reference ops.
     """
     op = "elementwise.rmsnorm_quant"
-    _check(op, "x", x, _COMPUTE, {"T": None, "N": None})
-    _check_groups(op, "x", x.shape[1])
+    check_operand(op, "x", x, COMPUTE_DTYPES, {"T": None, "N": None})
+    check_groups(op, "x", x.shape[1])
     _check_norm(op, x, x.shape[1], weight, eps)
     impl = select(op, x, impl=impl)
     if impl == "reference":
@@ -287,10 +243,10 @@ def fold_scales(codes: Tensor, scale: Tensor, *, impl: str | None = None) -> tup
     Kernel: csrc/elementwise/rmsnorm_quant.cu. Reference: ops.reference.elementwise.fold_scales.
     """
     op = "elementwise.fold_scales"
-    _check(op, "codes", codes, (torch.float8_e4m3fn,), {"T": None, "K": None})
+    check_operand(op, "codes", codes, (torch.float8_e4m3fn,), {"T": None, "K": None})
     tokens, width = codes.shape
-    _check_groups(op, "codes", width)
-    _check(op, "scale", scale, (torch.uint8,), {"T": tokens, "K/32": width // 32}, codes)
+    check_groups(op, "codes", width)
+    check_operand(op, "scale", scale, (torch.uint8,), {"T": tokens, "K/32": width // 32}, codes)
     impl = select(op, codes, impl=impl)
     if impl == "reference":
         return reference.fold_scales(codes, scale)
@@ -304,11 +260,8 @@ def fold_scales(codes: Tensor, scale: Tensor, *, impl: str | None = None) -> tup
 
 
 def _check_rope(op: str, x: Tensor, positions: Tensor, table: Tensor) -> None:
-    _check(op, "x", x, _COMPUTE, {"T": None, "h": None, "d": None})
-    _check(op, "positions", positions, (torch.int32,), {"T": x.shape[0]}, x)
-    _check(op, "table", table, _F32, {"P": None, "R/2": None, "2": 2}, x)
-    if x.shape[2] % 2 or 2 * table.shape[1] > x.shape[2]:
-        raise ValueError(f"{op}: x must have an even head dim d of at least R={2 * table.shape[1]}, got d={x.shape[2]}")
+    check_operand(op, "x", x, COMPUTE_DTYPES, {"T": None, "h": None, "d": None})
+    check_rotary(op, "x", x, positions, table)
 
 
 def rope(
@@ -376,7 +329,7 @@ def rope_quant(
     if groups < 1 or heads % groups:
         raise ValueError(f"{op}: groups must divide the h={heads} heads of x, got {groups}")
     width = heads // groups * dim
-    _check_groups(op, "a group of heads of x", width)
+    check_groups(op, "a group of heads of x", width)
     impl = select(op, x, impl=impl)
     if impl == "reference":
         return reference.rope_quant(x, positions, table, groups, inverse, folded=folded)
@@ -391,8 +344,8 @@ def rope_quant(
 
 def _check_coefficients(op: str, streams: Tensor, post: Tensor, comb: Tensor) -> None:
     tokens, num_streams, _ = streams.shape
-    _check(op, "post", post, _F32, {"T": tokens, "n": num_streams}, streams)
-    _check(op, "comb", comb, _F32, {"T": tokens, "n": num_streams, "n ": num_streams}, streams)
+    check_operand(op, "post", post, _F32, {"T": tokens, "n": num_streams}, streams)
+    check_operand(op, "comb", comb, _F32, {"T": tokens, "n": num_streams, "n ": num_streams}, streams)
 
 
 def _check_mix(
@@ -400,13 +353,13 @@ def _check_mix(
 ) -> None:
     _, n, width = _check_streams(op, streams)
     mixes = 2 * n + n * n
-    _check(op, "fn", fn, _F32, {"2n+n*n": mixes, "n*N": n * width}, streams)
-    _check(op, "base", base, _F32, {"2n+n*n": mixes}, streams)
-    _check(op, "scale", scale, _F32, {"3": 3}, streams)
+    check_operand(op, "fn", fn, _F32, {"2n+n*n": mixes, "n*N": n * width}, streams)
+    check_operand(op, "base", base, _F32, {"2n+n*n": mixes}, streams)
+    check_operand(op, "scale", scale, _F32, {"3": 3}, streams)
     if sinkhorn_iters < 1:
         raise ValueError(f"{op}: sinkhorn_iters must be >= 1, got {sinkhorn_iters}")
-    _check_eps(op, "hc_eps", hc_eps)
-    _check_eps(op, "norm_eps", norm_eps)
+    check_eps(op, "hc_eps", hc_eps)
+    check_eps(op, "norm_eps", norm_eps)
 
 
 def _new_coefficients(streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -473,7 +426,7 @@ def hc_collapse(streams: Tensor, pre: Tensor, *, impl: str | None = None) -> Ten
     """
     op = "elementwise.hc_collapse"
     tokens, n, width = _check_streams(op, streams)
-    _check(op, "pre", pre, _F32, {"T": tokens, "n": n}, streams)
+    check_operand(op, "pre", pre, _F32, {"T": tokens, "n": n}, streams)
     impl = select(op, streams, impl=impl)
     if impl == "reference":
         return reference.hc_collapse(streams, pre)
@@ -494,7 +447,7 @@ def hc_collapse_norm(streams: Tensor, pre: Tensor, weight: Tensor, eps: float, *
     """
     op = "elementwise.hc_collapse_norm"
     tokens, n, width = _check_streams(op, streams)
-    _check(op, "pre", pre, _F32, {"T": tokens, "n": n}, streams)
+    check_operand(op, "pre", pre, _F32, {"T": tokens, "n": n}, streams)
     _check_norm(op, streams, width, weight, eps)
     impl = select(op, streams, impl=impl)
     if impl == "reference":
@@ -520,8 +473,8 @@ def hc_collapse_norm_quant(
     """
     op = "elementwise.hc_collapse_norm_quant"
     tokens, n, width = _check_streams(op, streams)
-    _check_groups(op, "streams", width)
-    _check(op, "pre", pre, _F32, {"T": tokens, "n": n}, streams)
+    check_groups(op, "streams", width)
+    check_operand(op, "pre", pre, _F32, {"T": tokens, "n": n}, streams)
     _check_norm(op, streams, width, weight, eps)
     impl = select(op, streams, impl=impl)
     if impl == "reference":
@@ -552,7 +505,7 @@ def hc_expand(
     """
     op = "elementwise.hc_expand"
     tokens, _, width = _check_streams(op, streams)
-    _check(op, "y", y, (streams.dtype,), {"T": tokens, "N": width}, streams)
+    check_operand(op, "y", y, (streams.dtype,), {"T": tokens, "N": width}, streams)
     _check_coefficients(op, streams, post, comb)
     out = _check_out(op, out, streams)
     impl = select(op, streams, impl=impl)
@@ -568,10 +521,10 @@ def _check_expand_mix(
 ) -> None:
     _check_mix(op, streams, *site)
     tokens, n, width = streams.shape
-    _check(op, "y", y, (streams.dtype,), {"T": tokens, "N": width}, streams)
-    _check(op, "last_pre", last_pre, _F32, {"T": tokens, "n": n}, streams)
-    _check(op, "last_post", last_post, _F32, {"T": tokens, "n": n}, streams)
-    _check(op, "last_comb", last_comb, _F32, {"T": tokens, "n": n, "n ": n}, streams)
+    check_operand(op, "y", y, (streams.dtype,), {"T": tokens, "N": width}, streams)
+    check_operand(op, "last_pre", last_pre, _F32, {"T": tokens, "n": n}, streams)
+    check_operand(op, "last_post", last_post, _F32, {"T": tokens, "n": n}, streams)
+    check_operand(op, "last_comb", last_comb, _F32, {"T": tokens, "n": n, "n ": n}, streams)
 
 
 def _reference_expand_mix(
@@ -662,8 +615,8 @@ def hc_expand_mix_norm_quant(
     site = (fn, base, scale, sinkhorn_iters, hc_eps, norm_eps)
     _check_expand_mix(op, y, streams, last_pre, last_post, last_comb, site)
     tokens, _, width = streams.shape
-    _check_groups(op, "streams", width)
-    _check(op, "norm_weight", norm_weight, _COMPUTE, {"N": width}, streams)
+    check_groups(op, "streams", width)
+    check_operand(op, "norm_weight", norm_weight, COMPUTE_DTYPES, {"N": width}, streams)
     out = _check_out(op, out, streams)
     impl = select(op, streams, impl=impl)
     if impl == "reference":
@@ -711,10 +664,10 @@ def engram_gate(
     """
     op = "elementwise.engram_gate"
     tokens, n, width = _check_streams(op, streams)
-    _check(op, "z", z, (streams.dtype,), {"T": tokens, "(n+1)*N": (n + 1) * width}, streams)
-    _check(op, "q_weight", q_weight, _COMPUTE, {"n": n, "N": width}, streams)
-    _check(op, "k_weight", k_weight, _COMPUTE, {"n": n, "N": width}, streams)
-    _check_eps(op, "eps", eps)
+    check_operand(op, "z", z, (streams.dtype,), {"T": tokens, "(n+1)*N": (n + 1) * width}, streams)
+    check_operand(op, "q_weight", q_weight, COMPUTE_DTYPES, {"n": n, "N": width}, streams)
+    check_operand(op, "k_weight", k_weight, COMPUTE_DTYPES, {"n": n, "N": width}, streams)
+    check_eps(op, "eps", eps)
     out = _check_out(op, out, streams)
     impl = select(op, streams, impl=impl)
     if impl == "reference":
