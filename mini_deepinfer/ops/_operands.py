@@ -55,3 +55,11 @@ def check_rotary(op: str, name: str, x: Tensor, positions: Tensor, table: Tensor
     check_operand(op, "table", table, (torch.float32,), {"P": None, "R/2": None, "2": 2}, x)
     if x.shape[-1] % 2 or 2 * table.shape[1] > x.shape[-1]:
         raise ValueError(f"{op}: {name} must have an even head dim of at least R={2 * table.shape[1]} (table), got {x.shape[-1]}")
+
+
+def check_out(op: str, out: Tensor | None, like: Tensor) -> Tensor:
+    """`out` after its checks, or a new tensor like `like`."""
+    if out is None:
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    check_operand(op, "out", out, (like.dtype,), {f"dim{i}": size for i, size in enumerate(like.shape)}, like)
+    return out

@@ -216,7 +216,7 @@ def stub(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> StubLibra
     """A library whose calls are counted; select() is made to choose the kernel for CPU tensors."""
     library = StubLibrary("elementwise_expand_fp8", "elementwise_expand_fp4")
     monkeypatch.setattr(_dispatch.torch.ops, "mini_deepinfer", library, raising=False)
-    monkeypatch.setattr(elementwise, "select", lambda op, tensor, impl=None: "portable")
+    monkeypatch.setattr(elementwise.number_formats, "select", lambda op, tensor, impl=None: "portable")
     return library
 
 

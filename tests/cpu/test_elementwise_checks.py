@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mini_deepinfer.ops import elementwise
 
+MODULES = (elementwise.rows, elementwise.streams)  # where the ops look up select and call
 T, N, STREAMS = 3, 64, 4
 MIXES = 2 * STREAMS + STREAMS * STREAMS
 
@@ -146,12 +147,18 @@ WRONG: list[tuple[str, str, Callable[[], Any], type[Exception], str]] = [
 ]
 
 
+def choose(monkeypatch: pytest.MonkeyPatch, impl: str) -> None:
+    for module in MODULES:
+        monkeypatch.setattr(module, "select", lambda *args, **kwargs: impl)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
     """The compiled library is replaced by a list of the calls that reach it."""
     seen: list[tuple[str, tuple[Any, ...]]] = []
-    monkeypatch.setattr(elementwise, "select", lambda op, tensor, *, impl=None, compute_dtype=None: "portable")
-    monkeypatch.setattr(elementwise, "call", lambda op, impl, *args: seen.append((op, args)))
+    choose(monkeypatch, "portable")
+    for module in MODULES:
+        monkeypatch.setattr(module, "call", lambda op, impl, *args: seen.append((op, args)))
     return seen
 
 
@@ -196,9 +203,9 @@ def test_reference_on_the_cpu(op: str) -> None:
 def test_shapes_of_the_launch_are_those_of_the_reference(calls: list, monkeypatch: pytest.MonkeyPatch) -> None:
     for op in OPS:
         launched = getattr(elementwise, op)(**valid(op))
-        monkeypatch.setattr(elementwise, "select", lambda op, tensor, *, impl=None, compute_dtype=None: "reference")
+        choose(monkeypatch, "reference")
         wanted = getattr(elementwise, op)(**valid(op))
-        monkeypatch.setattr(elementwise, "select", lambda op, tensor, *, impl=None, compute_dtype=None: "portable")
+        choose(monkeypatch, "portable")
         if isinstance(wanted, Tensor):
             launched, wanted = (launched,), (wanted,)
         assert [(o.shape, o.dtype) for o in launched] == [(o.shape, o.dtype) for o in wanted], op

@@ -89,8 +89,9 @@ def launch(op: str, impl: str, *args: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elementwise, "select", lambda op, tensor, *, impl=None, compute_dtype=None: impl or "portable")
-    monkeypatch.setattr(elementwise, "call", launch)
+    for module in (elementwise.rows, elementwise.streams):
+        monkeypatch.setattr(module, "select", lambda op, tensor, *, impl=None, compute_dtype=None: impl or "portable")
+        monkeypatch.setattr(module, "call", launch)
     monkeypatch.setattr(gpu, "call", launch)
 
 
