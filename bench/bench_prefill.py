@@ -40,7 +40,8 @@ import numpy as np
 import torch
 
 from bench.exchange import describe_exchange, exchange_times, serial_steps
-from bench.result import append_row, base_row
+from bench.options import add_run_options, parse_run_options
+from bench.result import append_row, base_row, result_line
 from bench.timing import summarise
 from bench.workload import SUITES, Workload, fill_randomly, parse_workload, single_request
 from mini_deepinfer.batch import ChunkRequest, PrefillBatch, build_batch
@@ -60,9 +61,8 @@ TURN = 5  # steps of one choice of implementations before the next one has its t
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_run_options(parser)
     add = parser.add_argument
-    add("--model", help="checkpoint folder; with --load-format dummy only its config.json is read (default: released)")
-    add("--load-format", choices=["auto", "dummy"], default="auto")
     add("--prefill_batch_size", "--prefill-batch-size", type=int,
         help="new tokens of a rank per step (default 4096, or the largest workload's if that is more)")  # fmt: skip
     add("--context-len", type=int, default=131_072, help="tokens of the request")
@@ -77,24 +77,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--num-steps", type=int, default=10)
     add("--num-warmup", type=int, default=2)
     add("--profile", nargs="?", const="profile", type=Path, metavar="DIR", help="write torch profiler traces there")
-    add("--ep-loopback", type=int, default=1, help="act as rank 0 of this many ranks in one process")
     add("--num-experts", type=int, help="with dummy weights: routed experts instead of the model's (what a small group can hold)")
     add("--no_cuda_graph", "--no-cuda-graph", action="store_true", help="as always: prefill steps run eagerly")
-    add("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     add("--activation-quant", action=argparse.BooleanOptionalAction, default=True)
     add("--wo-a", choices=["bf16", "fp8"], default="bf16")
-    add("--page-size", type=int, default=256)
-    add("--seed", type=int, default=0)
-    add("--run-name", default="")
-    add("--result_jsonl", "--result-jsonl", "--result-filename", dest="result_jsonl", type=Path, help="append the row")
-    args = parser.parse_args(argv)
-    if args.model is None and args.load_format == "auto":
-        parser.error("--model DIR is needed unless --load-format dummy")
+    args = parse_run_options(parser, argv)
     if args.num_experts is not None and args.load_format != "dummy":
         parser.error("--num-experts needs --load-format dummy")
-    if args.num_steps < 1 or args.num_warmup < 0 or args.ep_loopback < 1:
-        parser.error("--num-steps and --ep-loopback must be >= 1, --num-warmup >= 0")
+    if args.num_steps < 1 or args.num_warmup < 0:
+        parser.error("--num-steps must be >= 1, --num-warmup >= 0")
     if args.num_experts is not None and args.num_experts < 1:
         parser.error(f"--num-experts must be >= 1, got {args.num_experts}")
     if args.device == "auto":
@@ -457,19 +448,6 @@ def result_row(args: argparse.Namespace, loaded: Loaded, job: PrefillJob, run: R
     return row
 
 
-def result_line(row: dict[str, Any]) -> str:
-    """One row for the reader."""
-    latency, ablation = row["latency_ms"], row["params"]["ablate"]
-    baseline = row.get("baseline")
-    against = f", {latency['median'] / baseline['latency_ms']:.3f}x of {baseline['latency_ms']:.3f} ms" if baseline else ""
-    return (
-        f"{latency['median']:.3f} ms/step (p10 {latency['p10']:.3f}, p90 {latency['p90']:.3f}{against}), "
-        f"{row['prefill_tok_per_s']:.1f} input tok/s/GPU, peak {row['peak_gib']:.2f} GiB, workload "
-        f"{row['params']['workload']['name']}, {f'{ablation}, ' if ablation else ''}{row['parallel']}, "
-        f"load_format {row['load_format']}, {row['gpu']}"
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     check_environment()
@@ -496,7 +474,10 @@ def main(argv: list[str] | None = None) -> int:
             for row in rows if parallel.rank == 0 else []:
                 if args.result_jsonl:
                     append_row(args.result_jsonl, row)
-                print(result_line(row), flush=True)
+                name, ablation = row["params"]["workload"]["name"], row["params"]["ablate"]
+                what = f"workload {name}, {ablation}" if ablation else f"workload {name}"
+                speed = f"{row['prefill_tok_per_s']:.1f} input tok/s/GPU"
+                print(result_line(row, what, "ms/step", speed, f"peak {row['peak_gib']:.2f} GiB"), flush=True)
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # the next workload's sizes differ
     return 1 if failed else 0

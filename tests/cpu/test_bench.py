@@ -246,7 +246,7 @@ def test_bench_prefill_goes_on_after_a_failure(folder, tmp_path, monkeypatch, ca
         (["--workload", "48@0"], "48 new tokens exceed --prefill_batch_size 24"),
         (["--workload", "nothing"], "must be a JSON file"),
         (["--load-format", "dummy", "--num-experts", "0"], "--num-experts must be >= 1, got 0"),
-        (["--ep-loopback", "0"], "--num-steps and --ep-loopback must be >= 1"),
+        (["--ep-loopback", "0"], "--ep-loopback must be >= 1, got 0"),
     ],
 )
 def test_bench_prefill_refuses_options(wrong, message, folder, capsys):
