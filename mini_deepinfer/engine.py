@@ -21,6 +21,7 @@ import torch
 from .batch import PrefillBatch, build_batch
 from .cache_plan import CachePlan, free_memory, plan_caches
 from .config import EngineConfig, ModelConfig
+from .decode_shapes import why_not
 from .engram import NO_TOKEN, EngramHasher, synthetic_token_map, token_map_from_folder
 from .kv_cache import Caches, PageAllocator, PrefixCache
 from .ops._dispatch import check_device
@@ -100,9 +101,9 @@ class LLM:
         network = Model(config, chosen.profile(), weights, caches, parallel, device, max_model_len=plan.max_model_len)
         self._assemble(config, chosen, caches, network, parallel, hasher, known_ids, tokenizer, plan)
         if chosen.cuda_graph:
-            from .decode_graphs import DecodeGraphs, why_not
+            from .decode_graphs import DecodeGraphs
 
-            reason = why_not(device, chosen.profile(), parallel)
+            reason = why_not(device, chosen.profile(), self._data_ranks)
             if reason is None:
                 self.graphs = DecodeGraphs(network, hasher, max_seqs=chosen.max_num_seqs, max_len=plan.max_model_len)
             else:

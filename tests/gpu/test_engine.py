@@ -100,7 +100,7 @@ def logits_of(llm: LLM, prompts, params) -> tuple[list[list[int]], list[torch.Te
 @pytest.mark.parametrize("first_length", [16, 64, 2048])
 def test_graphs_change_no_bit(cuda, monkeypatch, first_length):
     """Every logit of every step, over several shapes: requests end at different steps, contexts cross the lengths of the shapes."""
-    monkeypatch.setattr("mini_deepinfer.decode_graphs.FIRST_LENGTH", first_length)
+    monkeypatch.setattr("mini_deepinfer.decode_shapes.FIRST_LENGTH", first_length)
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (20, 9, 14, 30)]
     plain, graphs = engine(cuda_graph=False), engine()
     assert plain.graphs is None and graphs.graphs is not None
