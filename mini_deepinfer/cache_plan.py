@@ -1,4 +1,4 @@
-"""How large the caches are made, decided and refused before a weight is read (architecture, section 4)."""
+"""How large the caches are made, decided and refused before a weight is read (docs/architecture.md, "State")."""
 
 from __future__ import annotations
 
