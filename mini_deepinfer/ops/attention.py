@@ -224,7 +224,7 @@ def sparse(
     return out
 
 
-# -- self-test of the sparse kernels ---------------------------------------------------------------------------------
+# -- self-tests ------------------------------------------------------------------------------------------------------
 
 
 def _self_test_inputs(device: torch.device) -> dict[str, Any]:
@@ -247,3 +247,46 @@ def _self_test_run(inputs: dict[str, Any], impl: str) -> Tensor:
 
 
 register_self_test("attention.sparse", _self_test_inputs, _self_test_run, bound=2.0**-7)
+
+
+def _writer_inputs(device: torch.device) -> dict[str, Tensor]:
+    """Nine rows over many binades; one is not stored. float32 rows and scores for the compressor, one of its groups begins in a tail."""
+    gen = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen)
+
+    angle = normal(9, 32)
+    operands = {"x": (normal(9, 512) * torch.exp2(torch.arange(9.0) - 4)[:, None]).bfloat16(), "weight": normal(512).bfloat16()}
+    operands |= {"positions": torch.arange(9).int(), "table": torch.stack((angle.cos(), angle.sin()), -1)}
+    operands |= {"slots": torch.tensor([11, 0, -1, 3, 9, 1, 2, 5, 7]).int(), "rows": torch.zeros(12, 528, dtype=torch.uint8)}
+    operands |= {"kv": normal(8, 512), "score": normal(8, 512), "tail_kv": normal(2, 512), "tail_score": normal(2, 512)}
+    operands |= {"groups": torch.tensor([[9, 0], [1, 2], [3, 4]]).int()}
+    return {name: operand.to(device) for name, operand in operands.items()}
+
+
+def _run_window(i: dict[str, Tensor], impl: str) -> Tensor:
+    write_window(i["x"], i["rows"], i["slots"], impl=impl)
+    return i["rows"]
+
+
+def _run_normed_window(i: dict[str, Tensor], impl: str) -> Tensor:
+    """As values: where the norm differs in its last bit, a code may be the next one."""
+    write_normed_window(i["x"], i["weight"], 1e-20, i["positions"], i["table"], i["rows"], i["slots"], impl=impl)
+    return reference.unpack_window(i["rows"])
+
+
+def _run_compressed(i: dict[str, Tensor], impl: str) -> Tensor:
+    rows = i["rows"][:, :288].contiguous()
+    write_compressed(i["x"], rows, i["slots"], impl=impl)
+    return rows
+
+
+def _run_compress(i: dict[str, Tensor], impl: str) -> Tensor:
+    return compress(i["kv"], i["score"], i["tail_kv"], i["tail_score"], i["groups"], torch.bfloat16, impl=impl)
+
+
+register_self_test("attention.write_window", _writer_inputs, _run_window, bound=0.0)
+register_self_test("attention.write_normed_window", _writer_inputs, _run_normed_window, bound=2.0**-4)
+register_self_test("attention.write_compressed", _writer_inputs, _run_compressed, bound=0.0)
+register_self_test("attention.compress", _writer_inputs, _run_compress, bound=2.0**-7)

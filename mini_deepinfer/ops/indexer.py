@@ -7,10 +7,12 @@ An index key row is Di/2 bytes of E2M1 codes (even element in the low nibble), t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from mini_deepinfer.ops._dispatch import call, select
+from mini_deepinfer.ops._dispatch import call, register_self_test, select
 from mini_deepinfer.ops._operands import COMPUTE_DTYPES, check_groups, check_operand, check_rotary
 from mini_deepinfer.ops.reference import indexer as reference
 
@@ -438,3 +440,51 @@ def cache_rows(
     rows = torch.empty_like(ids)
     call(op, impl, ids, page_table, seq_of_token, entries_per_page, rows)
     return rows
+
+
+# -- self-tests ------------------------------------------------------------------------------------------------------
+
+
+def _self_test_inputs(device: torch.device) -> dict[str, Tensor]:
+    """Two sequences of 300 and 40 entries; forty tokens, enough for the kernels that fold, one of which sees nothing."""
+    gen = torch.Generator().manual_seed(0)
+    tokens, heads, dim = 40, 32, 128
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen).bfloat16()
+
+    q, k, angle = normal(tokens, heads, dim), normal(640, dim), torch.randn(tokens, 32, generator=gen)
+    codes, scale = reference.quant_query(q)
+    seq = torch.arange(tokens) // 32
+    operands = {"q": q, "k": k, "codes": codes, "scale": scale, "weights": normal(tokens, heads) * 2.0**-6, "keys": pack_keys(k)}
+    operands |= {"positions": torch.arange(tokens).int(), "table": torch.stack((angle.cos(), angle.sin()), -1)}
+    operands |= {"slots": torch.randperm(640, generator=gen).int() - 1, "rows": torch.zeros(640, dim // 2 + dim // 32, dtype=torch.uint8)}
+    operands |= {"pages": torch.tensor([[3, 0, 8, 1, 9], [2, 7, 4, 5, 6]]).int(), "seq": seq.int()}
+    operands |= {"visible": torch.where(seq == 0, 261 + torch.arange(tokens), torch.arange(tokens) - 32).int()}
+    operands |= {"candidates": torch.arange(2, 30).int().repeat(tokens, 1), "scores": normal(tokens, 320)}
+    operands |= {"ids": torch.randint(-1, 300, (tokens, 20), generator=gen).int()}
+    return {name: operand.to(device) for name, operand in operands.items()}
+
+
+def _operands(i: dict[str, Tensor]) -> dict[str, Any]:
+    names = {"q_codes": "codes", "q_scale": "scale", "weights": "weights", "keys": "keys", "page_table": "pages", "seq_of_token": "seq"}
+    return {name: i[key] for name, key in names.items()} | {"visible": i["visible"], "entries_per_page": 64}
+
+
+def _run_write_keys(i: dict[str, Tensor], impl: str) -> Tensor:
+    write_keys(i["k"], i["rows"], i["slots"], impl=impl)
+    return i["rows"]
+
+
+for _name, _run, _bound in (
+    ("write_keys", _run_write_keys, 0.0),
+    ("quant_query", lambda i, impl: quant_query(i["q"], impl=impl), 0.0),
+    ("rope_quant_query", lambda i, impl: rope_quant_query(i["q"], i["positions"], i["table"], impl=impl), 0.0),
+    ("logits", lambda i, impl: logits(**_operands(i), num_cols=310, impl=impl), 2.0**-7),  # a library sums the heads in another order
+    ("candidate_blocks", lambda i, impl: candidate_blocks(i["scores"], i["visible"], 8, 7, impl=impl), 0.0),
+    ("candidate_logits", lambda i, impl: candidate_logits(**_operands(i), candidates=i["candidates"], block_size=8, impl=impl), 2.0**-7),
+    ("topk", lambda i, impl: topk(i["scores"], i["visible"], 16, impl=impl), 0.0),
+    ("topk_blocks", lambda i, impl: topk_blocks(i["scores"], i["visible"], 16, 8, 7, impl=impl), 0.0),
+    ("cache_rows", lambda i, impl: cache_rows(i["ids"], i["pages"], i["seq"], 64, impl=impl), 0.0),
+):
+    register_self_test(f"indexer.{_name}", _self_test_inputs, _run, _bound)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mini_deepinfer import environment
 from mini_deepinfer.ops import _dispatch, _extension, elementwise
 
 BF16 = torch.zeros(1, dtype=torch.bfloat16)
@@ -194,6 +195,21 @@ def test_sm100_gate(machine, caplog: pytest.LogCaptureFixture, result, used: str
             assert _dispatch.select("attention.sparse", fake_cuda()) == used
     warnings = [r for r in caplog.records if "attention.sparse" in r.message]
     assert len(warnings) == (0 if used == "sm100" else 1)
+
+
+def test_every_op_has_a_self_test_that_can_fail() -> None:
+    """Its output holds something, is the same twice, and is far from another one."""
+    environment.load_ops()
+    assert set(_dispatch.SELF_TESTS) == set(_dispatch.IMPLEMENTATIONS)
+    device = torch.device("cpu")
+    for op, test in _dispatch.SELF_TESTS.items():
+        outputs = [test.run(test.make(device), "reference") for _ in range(2)]
+        first, second = (output if isinstance(output, tuple) else (output,) for output in outputs)
+        assert _dispatch.difference(first, second) == 0, op
+        assert all(bool((part.view(torch.uint8) != 0).any()) for part in first), op
+        wrong = first[0].clone()
+        wrong.view(torch.uint8)[-1].bitwise_xor_(0x40)
+        assert _dispatch.difference((wrong, *first[1:]), second) > test.bound, op
 
 
 def test_difference() -> None:

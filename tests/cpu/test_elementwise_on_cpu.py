@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mini_deepinfer.ops import elementwise
+from mini_deepinfer.ops import _dispatch, elementwise
 from tests.gpu import test_elementwise as gpu
 from tests.host.build import library
 from tests.inputs import far_apart, generator, normal
@@ -149,6 +149,17 @@ def test_hc_mix_of_many_tokens_does_not_depend_on_the_batch() -> None:
             assert torch.equal(out, wanted[start:stop])
     for out, exact in zip(whole, gpu.exact_mix(inputs, iters=1)):
         assert float((out.double() - exact).abs().max()) <= 3e-6
+
+
+@pytest.mark.parametrize("op", sorted(op for op in _dispatch.SELF_TESTS if op.startswith("elementwise.") and "fp" not in op))
+def test_self_tests(op: str) -> None:
+    """The kernel is within the bound of its self-test, which notices another kernel's output."""
+    test = _dispatch.SELF_TESTS[op]
+    got, wanted = test.run(test.make(CPU), "portable"), test.run(test.make(CPU), "reference")
+    assert _dispatch.difference(got, wanted) <= test.bound
+    first = got[0] if isinstance(got, tuple) else got
+    first.view(torch.uint8)[-1].fill_(0x3F)
+    assert _dispatch.difference(got, wanted) > test.bound
 
 
 def test_rows_further_than_2_31_elements_apart() -> None:
