@@ -23,9 +23,10 @@ from .cache_plan import CachePlan, free_memory, plan_caches
 from .config import EngineConfig, ModelConfig
 from .decode_shapes import why_not
 from .engram import NO_TOKEN, EngramHasher, synthetic_token_map, token_map_from_folder
-from .kv_cache import Caches, PageAllocator, PrefixCache
+from .kv_cache import Caches
 from .ops._dispatch import check_device
 from .parallel import ExpertParallel, SingleProcess, local_device, make_parallel
+from .prefix_cache import PageAllocator, PrefixCache
 from .sampler import SamplingParams, sample
 from .scheduler import UNKNOWN_ID, Chunk, FinishReason, Request, Scheduler
 from .stages import stage
