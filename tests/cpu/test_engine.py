@@ -51,7 +51,7 @@ def test_wrong_options_are_refused_before_loading(monkeypatch: pytest.MonkeyPatc
     def never(*args: object, **kwargs: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("mini_deepinfer.engine.load_weights", never)
+    monkeypatch.setattr("mini_deepinfer.engine_parts.load_weights", never)
     for options, message in (
         ({"page_size": 3}, "page_size"),
         ({"max_model_len": 257}, "max_model_len must be at most the model's 256"),
