@@ -698,25 +698,10 @@ def test_rows_past_int32(cuda: torch.device) -> None:
 
 @pytest.mark.big
 def test_rope_past_int32(cuda: torch.device) -> None:
-    tokens = 65_600  # x 64 x 512 = 2.15e9
+    """rope, and rope_quant with its codes: 2.15e9 elements, token 65,536 starts at 2^31."""
+    tokens = 65_600  # x 64 x 512
     at = torch.tensor([0, 65_535, 65_536, 65_599], device=cuda)
     g = generator(20)
-    small = normal(g, 4, 64, 512).to(cuda)
-    positions, table = to(cuda, torch.tensor([3, 1, 63, 20], dtype=torch.int32), angles(64, 64))
-    x = torch.zeros(tokens, 64, 512, dtype=torch.bfloat16, device=cuda)
-    x[at] = small
-    where = torch.zeros(tokens, dtype=torch.int32, device=cuda)
-    where[at] = positions
-    elementwise.rope(x, where, table, out=x)
-    assert_bitwise(x[at], elementwise.rope(small, positions, table), "rope")
-
-
-@pytest.mark.big
-def test_rope_quant_past_int32(cuda: torch.device) -> None:
-    """Input and codes have 2.15e9 elements: token 65,536 starts at 2^31."""
-    tokens = 65_600
-    at = torch.tensor([0, 65_535, 65_536, 65_599], device=cuda)
-    g = generator(21)
     small = normal(g, 4, 64, 512).to(cuda)
     positions, table = to(cuda, torch.tensor([3, 1, 63, 20], dtype=torch.int32), angles(64, 64))
     x = torch.zeros(tokens, 64, 512, dtype=torch.bfloat16, device=cuda)
@@ -729,3 +714,5 @@ def test_rope_quant_past_int32(cuda: torch.device) -> None:
             assert_bitwise(out[at], wanted, f"rope_quant, folded={folded}")
         values, few = (codes.view(torch.uint8) & 0x7F for codes in (got[0], got[0][at]))  # a rotated zero may be -0
         assert int(values.count_nonzero()) == int(few.count_nonzero())
+    elementwise.rope(x, where, table, out=x)
+    assert_bitwise(x[at], elementwise.rope(small, positions, table), "rope")
