@@ -17,9 +17,9 @@ from .tensor_table import component_totals
 MAX_SNAPSHOTS = 128  # window snapshots the prefix cache may keep: 2.7 MB each for the released model
 CPU_CACHE_SHARE = 0.25  # of the free memory; a CPU run is for tiny models and shares the machine
 GPU_RESERVE_BYTES = 2 * 2**30  # context, libraries, allocator slack
-GRAPH_BASE_BYTES = 2**27  # of the graphs' pool: the libraries' workspaces on the capturing stream, ends of segments
-GRAPH_LAUNCHES_PER_LAYER = 48
-GRAPH_LAUNCH_BYTES = 2**14  # what the driver keeps of one captured launch
+GRAPH_BASE_BYTES = 2**27  # the libraries' workspaces on the capturing stream, ends of the pool's segments, the driver's first graph
+GRAPH_LAUNCHES_PER_LAYER = 48  # 38 in a decode step of the released model, 86 with padded products (batch_invariant)
+GRAPH_LAUNCH_BYTES = 2**13  # what the driver keeps of a captured launch: 5.2 KiB over 20 shapes of the released model on an H200
 # Components whose FP8 weights are re-expressed on a GPU when the model is made; both forms are there for a moment.
 PREPARED_COMPONENTS = ("attention", "indexer", "shared experts", "engram projections")
 
@@ -64,6 +64,8 @@ def graph_bytes(config: ModelConfig, options: EngineConfig, max_model_len: int, 
     number of rows that differ in length reuse the memory of the longest. Between numbers of rows no reuse is assumed: what a small
     step gives back may be too short for a larger one. So: for every captured number of rows the workspace of a step of the longest
     length and its head's output; the logits of every shape; the launches as the driver keeps them.
+    The released model, 16 requests of up to 131,072 tokens, loopback of four ranks on an H200: 704 MiB planned, 260 taken; with
+    batch_invariant 1,195 and 410.
     """
     sizes = sizes_up_to(min(options.max_num_seqs, options.max_num_batched_tokens))
     num_lengths = len(lengths_up_to(max_model_len))
@@ -71,7 +73,7 @@ def graph_bytes(config: ModelConfig, options: EngineConfig, max_model_len: int, 
     held = sum(workspace_bytes(config, size, max_model_len, world) + (1 + num_lengths) * size * logits for size in sizes)
     if options.batch_invariant:  # the padded products of a step, one after the other and of the same size in every shape
         held += INVARIANT_ROWS * (logits + 8 * config.num_attention_heads * config.head_dim)
-    launches = len(sizes) * num_lengths * GRAPH_LAUNCHES_PER_LAYER * config.num_hidden_layers
+    launches = len(sizes) * num_lengths * GRAPH_LAUNCHES_PER_LAYER * config.num_hidden_layers * (2 if options.batch_invariant else 1)
     return GRAPH_BASE_BYTES + held + launches * GRAPH_LAUNCH_BYTES
 
 

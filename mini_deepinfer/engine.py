@@ -20,7 +20,7 @@ import torch
 
 from . import engine_parts
 from .batch import PrefillBatch, build_batch
-from .cache_plan import CachePlan
+from .cache_plan import MAX_SNAPSHOTS, CachePlan
 from .config import EngineConfig, ModelConfig
 from .decode_shapes import why_not
 from .engram import EngramHasher
@@ -126,7 +126,7 @@ class LLM:
         """An engine around a model that exists already, for tests and tools. known_ids: bool [V], ids with a token."""
         geometry = caches.geometry
         length = options.max_model_len or min(config.max_position_embeddings, geometry.num_pages * geometry.page_size)
-        budget = 128 * caches.snapshot_bytes if snapshot_budget is None else snapshot_budget
+        budget = MAX_SNAPSHOTS * caches.snapshot_bytes if snapshot_budget is None else snapshot_budget
         plan = CachePlan(geometry.num_pages, length, budget, {}, 0)
         self = cls.__new__(cls)
         self._assemble(config, options, caches, model, parallel or SingleProcess(), hasher, known_ids, tokenizer, plan)
