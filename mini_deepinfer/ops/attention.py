@@ -8,21 +8,22 @@ import torch
 from torch import Tensor
 
 from mini_deepinfer.ops._dispatch import call, register_self_test, select
-from mini_deepinfer.ops._operands import COMPUTE_DTYPES, check_eps, check_groups, check_operand, check_rotary, dtype_name
+from mini_deepinfer.ops._operands import check_eps, check_groups, check_rotary, dtype_name
+from mini_deepinfer.ops._operands import check_operand as _check
 from mini_deepinfer.ops.reference import attention as reference
 
 KERNEL_HEAD_DIM = 512  # the only D the compiled sparse attention takes
 MAX_HEADS = 128
-_check, _COMPUTE_DTYPES = check_operand, COMPUTE_DTYPES
+_COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def _write_rows(op: str, name: str, values: Tensor, rows: Tensor, slots: Tensor, bytes_per_32: int, impl: str | None) -> str | None:
     """Checks shared by the two row writers. Returns the implementation, None when there is nothing to write."""
-    check_operand(op, name, values, COMPUTE_DTYPES, {"rows": None, "D": None}, values)
+    _check(op, name, values, _COMPUTE_DTYPES, {"rows": None, "D": None}, values)
     count, dim = values.shape
     check_groups(op, name, dim)
-    check_operand(op, "rows", rows, (torch.uint8,), {"S": None, "row bytes": dim // 32 * bytes_per_32}, values)
-    check_operand(op, "slots", slots, (torch.int32,), {"rows": count}, values)
+    _check(op, "rows", rows, (torch.uint8,), {"S": None, "row bytes": dim // 32 * bytes_per_32}, values)
+    _check(op, "slots", slots, (torch.int32,), {"rows": count}, values)
     return select(op, values, impl=impl) if count else None
 
 
@@ -66,7 +67,7 @@ def write_normed_window(
     """
     op = "attention.write_normed_window"
     chosen = _write_rows(op, "x", x, rows, slots, 33, impl)
-    check_operand(op, "weight", weight, COMPUTE_DTYPES, {"D": x.shape[1]}, x)
+    _check(op, "weight", weight, _COMPUTE_DTYPES, {"D": x.shape[1]}, x)
     check_rotary(op, "x", x, positions, table)
     check_eps(op, "eps", eps)
     if chosen == "reference":
@@ -126,21 +127,21 @@ def compress(
     Kernel: csrc/attention/compress.cu. Reference: ops.reference.attention.compress.
     """
     op = "attention.compress"
-    check_operand(op, "kv", kv, (torch.float32,), {"T": None, "D": None}, kv)
+    _check(op, "kv", kv, (torch.float32,), {"T": None, "D": None}, kv)
     tokens, dim = kv.shape
-    check_operand(op, "group_rows", group_rows, (torch.int32,), {"G": None, "r": None}, kv)
+    _check(op, "group_rows", group_rows, (torch.int32,), {"G": None, "r": None}, kv)
     groups, ratio = group_rows.shape
-    if out_dtype not in COMPUTE_DTYPES:
+    if out_dtype not in _COMPUTE_DTYPES:
         raise TypeError(f"{op}: out_dtype must be bfloat16 or float32, got {dtype_name(out_dtype)}")
     if ratio < 1 or (score is None and ratio != 1):
         raise ValueError(f"{op}: score must be given unless r = 1, got group_rows {list(group_rows.shape)} and no score")
     if (tail_kv is None) != (tail_score is None):
         raise ValueError(f"{op}: tail_kv and tail_score must be given together, got only one of them")
     if score is not None:
-        check_operand(op, "score", score, (torch.float32,), {"T": tokens, "D": dim}, kv)
+        _check(op, "score", score, (torch.float32,), {"T": tokens, "D": dim}, kv)
     if tail_kv is not None and tail_score is not None:
-        check_operand(op, "tail_kv", tail_kv, (torch.float32,), {"tail": None, "D": dim}, kv)
-        check_operand(op, "tail_score", tail_score, (torch.float32,), {"tail": tail_kv.shape[0], "D": dim}, kv)
+        _check(op, "tail_kv", tail_kv, (torch.float32,), {"tail": None, "D": dim}, kv)
+        _check(op, "tail_score", tail_score, (torch.float32,), {"tail": tail_kv.shape[0], "D": dim}, kv)
     if groups == 0:
         return torch.empty(0, dim, dtype=out_dtype, device=kv.device)
     chosen = select(op, kv, impl=impl, compute_dtype=out_dtype)
