@@ -9,24 +9,22 @@ from torch import Tensor
 
 from mini_deepinfer.ops import elementwise
 from mini_deepinfer.ops._dispatch import call, register_self_test, select
-from mini_deepinfer.ops._operands import check_eps, check_groups, check_rotary, dtype_name
-from mini_deepinfer.ops._operands import check_operand as _check
+from mini_deepinfer.ops._operands import COMPUTE_DTYPES, check_eps, check_groups, check_operand, check_rotary, dtype_name
 from mini_deepinfer.ops.reference import attention as reference
 
 KERNEL_HEAD_DIM = 512  # the only D the compiled sparse attention takes
 MAX_HEADS = 128
 MAX_ROPE_DIM = 64  # of the Hopper kernels that rotate
 CODE_HEADS = 8  # heads of a row that the Hopper kernels quantise
-_COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def _write_rows(op: str, name: str, values: Tensor, rows: Tensor, slots: Tensor, bytes_per_32: int, impl: str | None) -> str | None:
     """Checks shared by the two row writers. Returns the implementation, None when there is nothing to write."""
-    _check(op, name, values, _COMPUTE_DTYPES, {"rows": None, "D": None}, values)
+    check_operand(op, name, values, COMPUTE_DTYPES, {"rows": None, "D": None}, values)
     count, dim = values.shape
     check_groups(op, name, dim)
-    _check(op, "rows", rows, (torch.uint8,), {"S": None, "row bytes": dim // 32 * bytes_per_32}, values)
-    _check(op, "slots", slots, (torch.int32,), {"rows": count}, values)
+    check_operand(op, "rows", rows, (torch.uint8,), {"S": None, "row bytes": dim // 32 * bytes_per_32}, values)
+    check_operand(op, "slots", slots, (torch.int32,), {"rows": count}, values)
     return select(op, values, impl=impl) if count else None
 
 
@@ -70,7 +68,7 @@ def write_normed_window(
     """
     op = "attention.write_normed_window"
     chosen = _write_rows(op, "x", x, rows, slots, 33, impl)
-    _check(op, "weight", weight, _COMPUTE_DTYPES, {"D": x.shape[1]}, x)
+    check_operand(op, "weight", weight, COMPUTE_DTYPES, {"D": x.shape[1]}, x)
     check_rotary(op, "x", x, positions, table)
     check_eps(op, "eps", eps)
     if chosen == "reference":
@@ -130,21 +128,21 @@ def compress(
     Kernel: csrc/attention/compress.cu. Reference: ops.reference.attention.compress.
     """
     op = "attention.compress"
-    _check(op, "kv", kv, (torch.float32,), {"T": None, "D": None}, kv)
+    check_operand(op, "kv", kv, (torch.float32,), {"T": None, "D": None}, kv)
     tokens, dim = kv.shape
-    _check(op, "group_rows", group_rows, (torch.int32,), {"G": None, "r": None}, kv)
+    check_operand(op, "group_rows", group_rows, (torch.int32,), {"G": None, "r": None}, kv)
     groups, ratio = group_rows.shape
-    if out_dtype not in _COMPUTE_DTYPES:
+    if out_dtype not in COMPUTE_DTYPES:
         raise TypeError(f"{op}: out_dtype must be bfloat16 or float32, got {dtype_name(out_dtype)}")
     if ratio < 1 or (score is None and ratio != 1):
         raise ValueError(f"{op}: score must be given unless r = 1, got group_rows {list(group_rows.shape)} and no score")
     if (tail_kv is None) != (tail_score is None):
         raise ValueError(f"{op}: tail_kv and tail_score must be given together, got only one of them")
     if score is not None:
-        _check(op, "score", score, (torch.float32,), {"T": tokens, "D": dim}, kv)
+        check_operand(op, "score", score, (torch.float32,), {"T": tokens, "D": dim}, kv)
     if tail_kv is not None and tail_score is not None:
-        _check(op, "tail_kv", tail_kv, (torch.float32,), {"tail": None, "D": dim}, kv)
-        _check(op, "tail_score", tail_score, (torch.float32,), {"tail": tail_kv.shape[0], "D": dim}, kv)
+        check_operand(op, "tail_kv", tail_kv, (torch.float32,), {"tail": None, "D": dim}, kv)
+        check_operand(op, "tail_score", tail_score, (torch.float32,), {"tail": tail_kv.shape[0], "D": dim}, kv)
     if groups == 0:
         return torch.empty(0, dim, dtype=out_dtype, device=kv.device)
     chosen = select(op, kv, impl=impl, compute_dtype=out_dtype)
@@ -217,28 +215,28 @@ def _check_sparse(
     sink: Tensor,
 ) -> None:
     """The operands that all forms of sparse attention share."""
-    _check(op, "q", q, _COMPUTE_DTYPES, {"T": None, "H": None, "D": None}, q)
+    check_operand(op, "q", q, COMPUTE_DTYPES, {"T": None, "H": None, "D": None}, q)
     tokens, heads, dim = q.shape
     if dim == 0 or dim % 32:
         raise ValueError(f"{op}: q must have D a positive multiple of 32, got D={dim}")
-    _check(op, "window", window, (torch.uint8,), {"Sw": None, "row bytes": dim + dim // 32}, q)
-    _check(op, "window_idx", window_idx, (torch.int32,), {"T": tokens, "W": None}, q)
+    check_operand(op, "window", window, (torch.uint8,), {"Sw": None, "row bytes": dim + dim // 32}, q)
+    check_operand(op, "window_idx", window_idx, (torch.int32,), {"T": tokens, "W": None}, q)
     if (compressed is None) != (compressed_idx is None):
         raise ValueError(f"{op}: compressed and compressed_idx must be given together, got only one of them")
     if compressed is not None and compressed_idx is not None:
-        _check(op, "compressed", compressed, (torch.uint8,), {"Sc": None, "row bytes": dim // 2 + dim // 16}, q)
-        _check(op, "compressed_idx", compressed_idx, (torch.int32,), {"T": tokens, "K": None}, q)
+        check_operand(op, "compressed", compressed, (torch.uint8,), {"Sc": None, "row bytes": dim // 2 + dim // 16}, q)
+        check_operand(op, "compressed_idx", compressed_idx, (torch.int32,), {"T": tokens, "K": None}, q)
     if compressed_len is not None:
         if compressed is None:
             raise ValueError(f"{op}: compressed_len needs compressed and compressed_idx, got neither")
-        _check(op, "compressed_len", compressed_len, (torch.int32,), {"T": tokens}, q)
-    _check(op, "sink", sink, (torch.float32,), {"H": heads}, q)
+        check_operand(op, "compressed_len", compressed_len, (torch.int32,), {"T": tokens}, q)
+    check_operand(op, "sink", sink, (torch.float32,), {"H": heads}, q)
 
 
 def _sparse_output(op: str, q: Tensor, out: Tensor | None) -> Tensor:
     if out is None:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _check(op, "out", out, (q.dtype,), {"T": q.shape[0], "H": q.shape[1], "D": q.shape[2]}, q)
+    check_operand(op, "out", out, (q.dtype,), {"T": q.shape[0], "H": q.shape[1], "D": q.shape[2]}, q)
     return out
 
 
@@ -249,13 +247,6 @@ def _check_kernel_sizes(op: str, q: Tensor) -> None:
             f"{op}: the CUDA kernels take D={KERNEL_HEAD_DIM} and H a multiple of 4 from 4 to {MAX_HEADS}, got D={dim} H={heads}. "
             f"MDI_OPS=attention.sparse=reference runs any size (slow)."
         )
-
-
-def _check_rotary(op: str, q: Tensor, positions: Tensor, table: Tensor) -> None:
-    _check(op, "positions", positions, (torch.int32,), {"T": q.shape[0]}, q)
-    _check(op, "table", table, (torch.float32,), {"P": None, "R/2": None, "2": 2}, q)
-    if 2 * table.shape[1] > q.shape[2]:
-        raise ValueError(f"{op}: table must have R of at most D={q.shape[2]}, got R={2 * table.shape[1]}")
 
 
 def _rotates(chosen: str, table: Tensor) -> bool:
@@ -294,7 +285,7 @@ def sparse_rope(
     """
     op = "attention.sparse_rope"
     _check_sparse(op, q, window, window_idx, compressed, compressed_idx, compressed_len, sink)
-    _check_rotary(op, q, positions, table)
+    check_rotary(op, "q", q, positions, table)
     out = _sparse_output(op, q, out)
     if q.shape[0] == 0:
         return out
@@ -343,7 +334,7 @@ def sparse_rope_quant(
     """
     op = "attention.sparse_rope_quant"
     _check_sparse(op, q, window, window_idx, compressed, compressed_idx, compressed_len, sink)
-    _check_rotary(op, q, positions, table)
+    check_rotary(op, "q", q, positions, table)
     tokens, heads, dim = q.shape
     if groups < 1 or heads % groups or heads // groups * dim % 32:
         raise ValueError(f"{op}: groups must divide the H={heads} heads of q, got {groups}")

@@ -96,13 +96,13 @@ def rotary_inputs() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"sink": torch.zeros(5)}, ValueError, r"sink must be \[H=4\], got \[5\]"),
+        ({"sink": torch.zeros(5)}, ValueError, r"sink must be .*\[H=4\], got .*\[5\]"),
         ({"positions": torch.zeros(3)}, TypeError, r"positions must be int32"),
-        ({"positions": torch.zeros(4, dtype=torch.int32)}, ValueError, r"positions must be \[T=3\], got \[4\]"),
-        ({"table": torch.ones(9, 8, 3)}, ValueError, r"table must be \[P, R/2, 2=2\], got \[9, 8, 3\]"),
-        ({"table": torch.ones(9, 40, 2)}, ValueError, r"table must have R of at most D=64, got R=80"),
+        ({"positions": torch.zeros(4, dtype=torch.int32)}, ValueError, r"positions must be .*\[T=3\], got .*\[4\]"),
+        ({"table": torch.ones(9, 8, 3)}, ValueError, r"table must be .*\[P, R/2, 2\], got .*\[9, 8, 3\]"),
+        ({"table": torch.ones(9, 40, 2)}, ValueError, r"at least R=80 \(table\), got 64"),
         ({"groups": 3}, ValueError, r"groups must divide the H=4 heads of q, got 3"),
-        ({"out": torch.zeros(3, 5, D)}, ValueError, r"out must be \[T=3, H=4, D=64\], got \[3, 5, 64\]"),
+        ({"out": torch.zeros(3, 5, D)}, ValueError, r"out must be .*\[T=3, H=4, D=64\], got .*\[3, 5, 64\]"),
     ],
 )
 def test_sparse_rope_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
