@@ -130,13 +130,18 @@ MDI_DEVICE uint2 encode_at_row(const uint4& x, int row_byte, bool& exact) {
     return codes;
 }
 
-// Two roundings; all lanes of the warp, four neighbours hold a group.
-MDI_DEVICE uint2 fold_chunk(const uint4& x, int row_byte) {
-    uint32_t largest = largest_half(largest_halves(x));
-    largest = max_of(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = max_of(largest, __shfl_xor_sync(~0u, largest, 2));
+// Two roundings. largest: |x| of the chunk's group of 32 columns, as bf16 bits
+MDI_DEVICE uint2 fold_chunk(const uint4& x, uint32_t largest, int row_byte) {
     const int byte = scale_byte(largest);
     return elementwise::fold_e4m3x8(encode_chunk(scaled(x, inverse_scale(byte))), byte, row_byte);
+}
+
+// Largest |x| of two groups, of which this lane and three neighbours hold a chunk each: that of a's in the lower half. All lanes.
+MDI_DEVICE uint32_t largest_of_groups(const uint4& a, const uint4& b) {
+    const uint32_t x = largest_halves(a), y = largest_halves(b);
+    uint32_t largest = elementwise::max_halves(__byte_perm(x, y, 0x5410), __byte_perm(x, y, 0x7632));
+    largest = elementwise::max_halves(largest, __shfl_xor_sync(~0u, largest, 1));
+    return elementwise::max_halves(largest, __shfl_xor_sync(~0u, largest, 2));
 }
 
 // The output of a token without any lane, by num_threads threads. A rotated zero has the sign that the rotation gives it.

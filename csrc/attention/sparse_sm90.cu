@@ -575,17 +575,20 @@ struct Consumer {
     MDI_DEVICE void store_codes(int item, const uint8_t* tile, const OutputPlace& place, const Rotation& rotation, int num_heads) const {
         constexpr int kParts = kHalfDims / 64, kRows = OutputPlace::kRows;
         const int thread = thread_index() % kGroupThreads, head = thread / 32 * 16;
-        uint32_t largest[2] = {};
+        uint32_t group_max[kRows][kParts / 2], largest[2] = {};
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
+        for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-            for (int i = 0; i < kRows; ++i) {
-                uint4 v = load_shared_v4(place.staged(tile, part, i));
-                if (part == kParts - 1 && rotation.any()) {
-                    v = to_key_order(rotation.inverse(from_key_order(v)));
-                    store_shared_v4(place.staged(tile, part, i), v);
+            for (int part = 0; part < kParts; part += 2) {
+                uint4 v[2];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) v[j] = load_shared_v4(place.staged(tile, part + j, i));
+                if (part + 2 == kParts && rotation.any()) {
+                    v[1] = to_key_order(rotation.inverse(from_key_order(v[1])));
+                    store_shared_v4(place.staged(tile, part + 1, i), v[1]);
                 }
-                largest[2 * i / kRows] = elementwise::max_halves(largest[2 * i / kRows], largest_halves(v));
+                group_max[i][part / 2] = largest_of_groups(v[0], v[1]);
+                largest[2 * i / kRows] = elementwise::max_halves(largest[2 * i / kRows], group_max[i][part / 2]);
             }
         }
 #pragma unroll
@@ -599,22 +602,17 @@ struct Consumer {
 
         uint8_t* to = place.codes(params, item) + group * kHalfDims;
         const int64_t next_row = static_cast<int64_t>(params.num_tokens) * (kCodeHeads * kHeadDim);
-        const int chunks = head + 8 < num_heads ? kRows * kParts : kRows * kParts / 2;
-        uint32_t inexact = 0;  // bit n: chunk n, rows slowest
 #pragma unroll
-        for (int n = 0; n < kRows * kParts; ++n) {
-            if (n == kRows * kParts / 2 && n >= chunks) break;
-            const int i = n / kParts, part = n % kParts;
-            bool exact;
-            const uint2 codes = encode_at_row(load_shared_v4(place.staged(tile, part, i)), row_byte[2 * i / kRows], exact);
-            *reinterpret_cast<uint2*>(to + i / 2 * next_row + i % 2 * OutputPlace::kRowStep * kHeadDim + part * 64) = codes;
-            if (!__all_sync(~0u, exact)) inexact |= 1u << n;
-        }
-#pragma unroll 1
-        for (; inexact != 0; inexact &= inexact - 1) {
-            const int n = __ffs(static_cast<int>(inexact)) - 1, i = n / kParts, part = n % kParts;
-            const uint2 codes = fold_chunk(load_shared_v4(place.staged(tile, part, i)), i < kRows / 2 ? row_byte[0] : row_byte[1]);
-            *reinterpret_cast<uint2*>(to + i / 2 * next_row + i % 2 * OutputPlace::kRowStep * kHeadDim + part * 64) = codes;
+        for (int i = 0; i < kRows; ++i) {
+            if (i == kRows / 2 && head + kCodeHeads >= num_heads) break;
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                const uint4 v = load_shared_v4(place.staged(tile, part, i));
+                bool exact;
+                uint2 codes = encode_at_row(v, row_byte[2 * i / kRows], exact);
+                if (!exact) codes = fold_chunk(v, group_max[i][part / 2] >> (part % 2 * 16) & 0xffffu, row_byte[2 * i / kRows]);
+                *reinterpret_cast<uint2*>(to + i / 2 * next_row + i % 2 * OutputPlace::kRowStep * kHeadDim + part * 64) = codes;
+            }
         }
         if (group == 0 && thread % 32 < 2 && head + 8 * (thread % 32) < num_heads) {
             params.row_scale[code_row(params, first_head_of(params, item) + head + 8 * (thread % 32), token_of(params, item))] =

@@ -304,9 +304,10 @@ struct Block {
     // v: of heads thread / 8 and 32 on. The scales of the codes are settled by all blocks.
     MDI_DEVICE void store_codes(const uint4 (&v)[2], int token, int dim) const {
         constexpr int kWarps = kThreads / 32;
+        const uint32_t group_max = largest_of_groups(v[0], v[1]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint32_t largest = __reduce_max_sync(~0u, largest_half(largest_halves(v[i])));
+            const uint32_t largest = __reduce_max_sync(~0u, group_max >> (i * 16) & 0xffffu);
             if (lane < kRanks) store_remote(address_of(&shared.largest[i * kWarps + warp][rank]), lane, bits_float(largest));
         }
         ptx::cluster_arrive();
@@ -320,10 +321,10 @@ struct Block {
                 largest = max_of(largest, float_bits(shared.largest[i * kWarps + (warp & ~1) + j / kRanks][j % kRanks]));
             }
             const int row_byte = scale_byte(largest);
-            const uint2 codes = fold_chunk(to_key_order(v[i]), row_byte);
             if (head >= num_heads) continue;
             const int64_t row = code_row(params, first_head + head, token);
-            *reinterpret_cast<uint2*>(params.codes + (row * kCodeHeads + head % kCodeHeads) * kHeadDim + dim) = codes;
+            *reinterpret_cast<uint2*>(params.codes + (row * kCodeHeads + head % kCodeHeads) * kHeadDim + dim) =
+                fold_chunk(to_key_order(v[i]), group_max >> (i * 16) & 0xffffu, row_byte);
             if (dim == 0 && head % kCodeHeads == 0) params.row_scale[row] = e8m0_decode(static_cast<uint8_t>(row_byte));
         }
     }

@@ -402,7 +402,7 @@ def test_sparse_refuses_other_sizes(impl: str) -> None:
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     """For comparisons that tell -0 from 0 and hold for NaN."""
-    return x.contiguous().view(torch.uint8)
+    return x.flatten().view(torch.uint8)
 
 
 def rotary(tokens: int, rope_dim: int) -> dict[str, torch.Tensor]:
