@@ -369,11 +369,15 @@ def _self_test_inputs(device: torch.device) -> dict[str, Any]:
     q = torch.randn(tokens, heads, dim, generator=gen).bfloat16()
     operands = {"q": q, "window": pools[0], "window_idx": lanes[0], "compressed": pools[1], "compressed_idx": lanes[1]}
     operands |= {"compressed_len": lengths, "sink": torch.randn(heads, generator=gen)}
+    angle = 6.28 * torch.rand(9, MAX_ROPE_DIM // 2, generator=gen)
+    operands |= {"positions": torch.tensor([8, 0, 3, 3, 5], dtype=torch.int32), "table": torch.stack((angle.cos(), angle.sin()), -1)}
     return {name: operand.to(device) for name, operand in operands.items()}
 
 
-def _self_test_run(inputs: dict[str, Any], impl: str) -> Tensor:
-    return sparse(**inputs, softmax_scale=KERNEL_HEAD_DIM**-0.5, impl=impl)
+def _self_test_run(inputs: dict[str, Any], impl: str) -> tuple[Tensor, Tensor]:
+    common = {"softmax_scale": KERNEL_HEAD_DIM**-0.5, "impl": impl}
+    plain = {name: operand for name, operand in inputs.items() if name not in ("positions", "table")}
+    return sparse(**plain, **common), sparse_rope(**{**inputs, "q": inputs["q"].clone()}, **common)
 
 
 register_self_test("attention.sparse", _self_test_inputs, _self_test_run, bound=2.0**-7)
