@@ -31,10 +31,10 @@ MDI_DEVICE const float* table_row(const SparseRotary& rotary, int position) {
     return rotary.table + static_cast<int64_t>(position) * rotary.rope_dim;
 }
 
-// Loads that stay where they are written: their latencies overlap with what is between them and the use.
-MDI_DEVICE int load_pinned(const int32_t* from) {
+// Loads that stay where they are written: what follows runs under their latency.
+MDI_DEVICE int load_position(const SparseRotary& rotary, int token) {
     int x;
-    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(rotary.positions + token) : "memory");
     return x;
 }
 MDI_DEVICE float4 load_pinned(const float* from) {
@@ -43,23 +43,19 @@ MDI_DEVICE float4 load_pinned(const float* from) {
     return v;
 }
 
-// The rotation of a chunk of the last 64 columns of a token, loaded in two steps
+// The rotation of a chunk (of eight) of the last 64 columns
 struct Rotation {
-    int first = -1;  // angle in the row of the table; negative: the chunk is not rotated
-    int position;
+    bool any = false;
     alignas(16) float angles[8];
 
-    MDI_DEVICE void load_position(const SparseRotary& rotary, int token, int chunk) {
-        first = first_angle(rotary, chunk);
-        if (any()) position = load_pinned(rotary.positions + token);
-    }
-    MDI_DEVICE void load_angles(const SparseRotary& rotary) {
-        if (!any()) return;
+    MDI_DEVICE void load(const SparseRotary& rotary, int position, int chunk) {
+        const int first = first_angle(rotary, chunk);
+        any = first >= 0;
+        if (!any) return;
         const float* from = table_row(rotary, position) + first;
         reinterpret_cast<float4*>(angles)[0] = load_pinned(from);
         reinterpret_cast<float4*>(angles)[1] = load_pinned(from + 4);
     }
-    MDI_DEVICE bool any() const { return first >= 0; }
     MDI_DEVICE uint4 forward(const uint4& x) const { return rotate_eight(x, angles, false); }
     MDI_DEVICE uint4 inverse(const uint4& x) const { return rotate_eight(x, angles, true); }
 };
@@ -153,9 +149,8 @@ MDI_DEVICE void store_empty(const SparseParams& params, int token, int first_hea
         uint4 v = make_uint4(0, 0, 0, 0);
         if (kOutput != Output::kPlain && chunk >= kFirstRotated) {
             Rotation rotation;
-            rotation.load_position(params.rotary, token, chunk - kFirstRotated);
-            rotation.load_angles(params.rotary);
-            if (rotation.any()) v = rotation.inverse(v);
+            rotation.load(params.rotary, load_position(params.rotary, token), chunk - kFirstRotated);
+            if (rotation.any) v = rotation.inverse(v);
         }
         if constexpr (kOutput != Output::kCodes) {
             reinterpret_cast<uint4*>(params.out)[(static_cast<int64_t>(token) * params.num_heads + head) * kChunks + chunk] = v;

@@ -35,7 +35,7 @@
 // buffer is that of a compressed row; the second half of a window row waits in the K tile itself (Packed).
 //
 // Q may be rotated on its way in and O leave in other forms (sparse_output_sm90.cuh): a kernel of its own each. The angles of Q come
-// with it from the row of the table that the token's position names, which was fetched one item ahead.
+// with it, from the row of the table that the token's position names; the position is in shared memory for the consumers, too.
 //
 // A lane that is negative, at or past compressed_len, or outside the pool is never read through: zero row, score -inf. A
 // token without a valid lane gives 0. Results depend on nothing but the token itself. Limits: D = 512, H <= 128.
@@ -67,7 +67,7 @@ struct SharedStorage {
         float sink[kHeads];                 // of the only block of heads, in log2; kernels without rotation
         float angles[kMaxRopeDim];          // of an item's token (cosine, sine, ..): the row of the table, chunk by chunk of the last atom
     };
-    int position[2];                        // of an item's token and of the next one
+    int position[2];                        // of an item's token, for the consumers; items take turns
     uint32_t valid[2][2];                   // bit s: slot s of the step may be seen; a byte per producer warp
     uint64_t full[2][kQuarters], empty[2][kConsumers], p_ready[kConsumers], q_full, q_empty;
 };
@@ -149,6 +149,8 @@ struct Producer {
     MDI_DEVICE void start_query(int item, int item_count) const {
         int num_heads;
         const bf16* from = query(item, num_heads);
+        int position = 0;
+        if constexpr (kRotates) position = load_position(params.rotary, token_of(params, item));
         ptx::mbarrier_wait(address_of(&shared.q_empty), (item_count & 1) ^ 1);
         const QueryPlace place(shared);
         from += place.first_head * kHeadDim + place.chunk * 8;
@@ -161,16 +163,13 @@ struct Producer {
                 }
             }
         }
-        if constexpr (kRotates) start_angles(item, item_count, place.chunk);
+        if constexpr (kRotates) start_angles(position, item_count, place.chunk);
         ptx::cp_async_commit();
     }
-    // Every thread copies what it reads itself; the others of its chunk copy the same.
-    MDI_DEVICE void start_angles(int item, int item_count, int chunk) const {
-        const int next = item + gridDim.x, slot = item_count & 1, first = first_angle(params.rotary, chunk);
-        const int position = load_shared_s32(address_of(&shared.position[slot]));
-        if (next < num_items(params)) {
-            ptx::cp_async_small<4>(address_of(&shared.position[slot ^ 1]), params.rotary.positions + token_of(params, next));
-        }
+    // Every thread copies the angles that it reads itself; the others of its chunk copy the same.
+    MDI_DEVICE void start_angles(int position, int item_count, int chunk) const {
+        shared.position[item_count & 1] = position;
+        const int first = first_angle(params.rotary, chunk);
         if (first < 0) return;
         const float* from = table_row(params.rotary, position) + first;
         ptx::cp_async_16(address_of(shared.angles) + chunk * 32, from);
@@ -270,7 +269,6 @@ struct Producer {
         next_item = at.item;
         next_is_first = at.first_slot == 0;
 
-        if constexpr (kRotates) shared.position[0] = __ldg(params.rotary.positions + token_of(params, item));
         int item_count = 0;
         for (int b = 0; item < num_items(params); ++b) {
             const int buffer = b & 1;
@@ -397,7 +395,8 @@ struct Consumer {
     // Publishes P and the maximum it refers to to the other consumer.
     MDI_DEVICE void publish(const uint32_t (&p)[kSlots / 4], const float (&new_max)[2]) const {
         AtomWriter(shared.p[group]).store(p);
-        if (lane % 4 == 0) {
+        const int lane_or_thread = kOutput == Output::kCodes ? thread_index() : lane;  // read anew where no register is left
+        if (lane_or_thread % 4 == 0) {
             shared.row_max[group][row] = new_max[0];
             shared.row_max[group][row + 8] = new_max[1];
         }
@@ -510,15 +509,11 @@ struct Consumer {
     // o / (l + exp(sink - m)), rounded, through this consumer's half of the last K tile to chunks of eight columns (OutputPlace),
     // which leave in the wanted form. The tile is free for that: only the consumer's own values are read there, all its warps are
     // done with them when the sums are there, and the scores of the step were complete before P. A warp reads what it wrote.
-    MDI_DEVICE void store(int item, int buffer) {
+    // parity: of the items before this one that were not empty
+    MDI_DEVICE void store(int item, uint32_t parity, int buffer) {
         const int thread = thread_index() % kGroupThreads, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
         const int first_head = first_head_of(params, item);
         const int num_heads = min_of(kHeads, params.num_heads - first_head);
-        const OutputPlace place(thread);
-        Rotation rotation;
-        if (kOutput != Output::kPlain && group == kConsumers - 1) {
-            rotation.load_position(params.rotary, token_of(params, item), place.chunk);
-        }
         float factor[2], sink[2];
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
@@ -531,7 +526,11 @@ struct Consumer {
             if (lane % 4 == 0) *sum_slot(other, head) = sum[f];
         }
         ptx::named_barrier_sync(kConsumerBarrier, kConsumers * kGroupThreads);  // sums are there
-        if constexpr (kOutput != Output::kPlain) rotation.load_angles(params.rotary);
+        const OutputPlace place(thread);
+        Rotation rotation;
+        if (kOutput != Output::kPlain && group == kConsumers - 1) {
+            rotation.load(params.rotary, load_shared_s32(address_of(&shared.position[parity])), place.chunk);
+        }
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
             const int head = row + 8 * f;
@@ -555,7 +554,7 @@ struct Consumer {
             bf16* out = place.out(params, item) + group * kHalfDims;
 #pragma unroll
             for (int part = 0; part < kHalfDims / 64; ++part) {
-                const bool rotates = kOutput == Output::kRotated && part == kHalfDims / 64 - 1 && rotation.any();
+                const bool rotates = kOutput == Output::kRotated && part == kHalfDims / 64 - 1 && rotation.any;
 #pragma unroll
                 for (int i = 0; i < OutputPlace::kRows; ++i) {
                     uint4 v = from_key_order(load_shared_v4(place.staged(tile, part, i)));
@@ -583,7 +582,7 @@ struct Consumer {
                 uint4 v[2];
 #pragma unroll
                 for (int j = 0; j < 2; ++j) v[j] = load_shared_v4(place.staged(tile, part + j, i));
-                if (part + 2 == kParts && rotation.any()) {
+                if (part + 2 == kParts && rotation.any) {
                     v[1] = to_key_order(rotation.inverse(from_key_order(v[1])));
                     store_shared_v4(place.staged(tile, part + 1, i), v[1]);
                 }
@@ -643,7 +642,7 @@ struct Consumer {
                 attend(first, last);
                 // Arrives under the stores; a load by all lanes would go to a uniform register, which is waited for at once.
                 if (thread_index() % 32 == 0) next_length = length_of(params, next);
-                store(item, last & 1);
+                store(item, phases >> 2, last & 1);
                 phases = ((phases & 4) ^ 4) | ((last + 1) & 3);
                 length = __shfl_sync(~0u, next_length, 0);
             }

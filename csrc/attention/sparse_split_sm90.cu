@@ -69,8 +69,7 @@ struct Block {
 
     MDI_DEVICE void load_rotation() {
         if constexpr (kOutput != Output::kPlain) {
-            rotation.load_position(params.rotary, token_of(params, item), thread % 8);
-            rotation.load_angles(params.rotary);
+            rotation.load(params.rotary, load_position(params.rotary, token_of(params, item)), thread % 8);
         }
     }
 
@@ -87,7 +86,7 @@ struct Block {
                 v[atom] = make_uint4(0, 0, 0, 0);
                 if (head < num_heads) v[atom] = __ldg(reinterpret_cast<const uint4*>(from + head * kHeadDim + atom * 64));
             }
-            if (rotation.any()) v[kAtoms - 1] = rotation.forward(v[kAtoms - 1]);
+            if (rotation.any) v[kAtoms - 1] = rotation.forward(v[kAtoms - 1]);
 #pragma unroll
             for (int atom = 0; atom < kAtoms; ++atom) {
                 store_shared_v4(address_of(shared.q) + atom * kAtomBytes + atom_offset(head, chunk), to_key_order(v[atom]));
@@ -292,7 +291,7 @@ struct Block {
         for (int i = 0; i < 2; ++i) {
             const int head = thread / 8 + i * kThreads / 8;
             v[i] = from_key_order(load_shared_v4(address_of(shared.out) + atom_offset(head, chunk)));
-            if (rank == kRanks - 1 && rotation.any()) v[i] = rotation.inverse(v[i]);
+            if (rank == kRanks - 1 && rotation.any) v[i] = rotation.inverse(v[i]);
             if (kOutput != Output::kCodes && head < num_heads) {
                 const int64_t row = static_cast<int64_t>(token) * params.num_heads + first_head + head;
                 *reinterpret_cast<uint4*>(params.out + row * kHeadDim + dim) = v[i];
