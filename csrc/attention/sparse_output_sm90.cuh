@@ -118,11 +118,11 @@ MDI_DEVICE uint2 encode_chunk(const uint4& x) {
 // the row's scale gives a normal number, two give the same: the second loses nothing above 2^-6, and from 15/16 of that up both ways
 // end there.
 
-// One rounding. `exact`: all eight codes are normal numbers (or NaN); else fold_chunk must tell.
+// One rounding. Clears `exact` unless all eight codes are normal numbers (or NaN); else fold_chunk must tell.
 MDI_DEVICE uint2 encode_at_row(const uint4& x, int row_byte, bool& exact) {
     constexpr uint32_t kTop = 0x80808080u, kSmallest = 0x08080808u;
     const uint2 codes = encode_chunk(scaled(x, row_byte == 255 ? 0u : inverse_scale(row_byte)));  // finite values of a NaN row: 0
-    exact = (((codes.x | kTop) - kSmallest) & ((codes.y | kTop) - kSmallest) & kTop) == kTop;
+    exact = exact && (((codes.x | kTop) - kSmallest) & ((codes.y | kTop) - kSmallest) & kTop) == kTop;
     return codes;
 }
 

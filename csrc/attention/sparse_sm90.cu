@@ -395,8 +395,7 @@ struct Consumer {
     // Publishes P and the maximum it refers to to the other consumer.
     MDI_DEVICE void publish(const uint32_t (&p)[kSlots / 4], const float (&new_max)[2]) const {
         AtomWriter(shared.p[group]).store(p);
-        const int lane_or_thread = kOutput == Output::kCodes ? thread_index() : lane;  // read anew where no register is left
-        if (lane_or_thread % 4 == 0) {
+        if (lane % 4 == 0) {
             shared.row_max[group][row] = new_max[0];
             shared.row_max[group][row + 8] = new_max[1];
         }
@@ -574,20 +573,17 @@ struct Consumer {
     MDI_DEVICE void store_codes(int item, const uint8_t* tile, const OutputPlace& place, const Rotation& rotation, int num_heads) const {
         constexpr int kParts = kHalfDims / 64, kRows = OutputPlace::kRows;
         const int thread = thread_index() % kGroupThreads, head = thread / 32 * 16;
-        uint32_t group_max[kRows][kParts / 2], largest[2] = {};
+        uint32_t largest[2] = {};
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
+        for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-            for (int part = 0; part < kParts; part += 2) {
-                uint4 v[2];
-#pragma unroll
-                for (int j = 0; j < 2; ++j) v[j] = load_shared_v4(place.staged(tile, part + j, i));
-                if (part + 2 == kParts && rotation.any) {
-                    v[1] = to_key_order(rotation.inverse(from_key_order(v[1])));
-                    store_shared_v4(place.staged(tile, part + 1, i), v[1]);
+            for (int i = 0; i < kRows; ++i) {
+                uint4 v = load_shared_v4(place.staged(tile, part, i));
+                if (part == kParts - 1 && rotation.any) {
+                    v = to_key_order(rotation.inverse(from_key_order(v)));
+                    store_shared_v4(place.staged(tile, part, i), v);
                 }
-                group_max[i][part / 2] = largest_of_groups(v[0], v[1]);
-                largest[2 * i / kRows] = elementwise::max_halves(largest[2 * i / kRows], group_max[i][part / 2]);
+                largest[2 * i / kRows] = elementwise::max_halves(largest[2 * i / kRows], largest_halves(v));
             }
         }
 #pragma unroll
@@ -599,18 +595,37 @@ struct Consumer {
         for (int f = 0; f < 2; ++f) row_byte[f] = scale_byte(max_of(largest[f], *max_slot(group, head + 8 * f)));
         if (head >= num_heads) return;
 
+        // First as if one rounding were enough, without a branch; then again the rows of chunks in which it is not for some lane.
         uint8_t* to = place.codes(params, item) + group * kHalfDims;
         const int64_t next_row = static_cast<int64_t>(params.num_tokens) * (kCodeHeads * kHeadDim);
+        const int rows = head + kCodeHeads < num_heads ? kRows : kRows / 2;
+        uint32_t inexact = 0;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            if (i == kRows / 2 && head + kCodeHeads >= num_heads) break;
+            if (i == kRows / 2 && i >= rows) break;
+            bool exact = true;
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
                 const uint4 v = load_shared_v4(place.staged(tile, part, i));
-                bool exact;
-                uint2 codes = encode_at_row(v, row_byte[2 * i / kRows], exact);
-                if (!exact) codes = fold_chunk(v, group_max[i][part / 2] >> (part % 2 * 16) & 0xffffu, row_byte[2 * i / kRows]);
+                const uint2 codes = encode_at_row(v, row_byte[2 * i / kRows], exact);
                 *reinterpret_cast<uint2*>(to + i / 2 * next_row + i % 2 * OutputPlace::kRowStep * kHeadDim + part * 64) = codes;
+            }
+            if (!__all_sync(~0u, exact)) inexact |= 1u << i;
+        }
+#pragma unroll 1
+        for (; inexact != 0; inexact &= inexact - 1) {
+            const int i = __ffs(static_cast<int>(inexact)) - 1, byte = i < kRows / 2 ? row_byte[0] : row_byte[1];
+            uint4 v[kParts];
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) v[part] = load_shared_v4(place.staged(tile, part, i));
+#pragma unroll
+            for (int part = 0; part < kParts; part += 2) {
+                const uint32_t group_max = largest_of_groups(v[part], v[part + 1]);
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const uint2 codes = fold_chunk(v[part + j], group_max >> (j * 16) & 0xffffu, byte);
+                    *reinterpret_cast<uint2*>(to + i / 2 * next_row + i % 2 * OutputPlace::kRowStep * kHeadDim + (part + j) * 64) = codes;
+                }
             }
         }
         if (group == 0 && thread % 32 < 2 && head + 8 * (thread % 32) < num_heads) {
