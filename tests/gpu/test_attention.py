@@ -461,14 +461,18 @@ def test_sparse_rope_quant_lane_counts_and_nan(impl: str, window: int, picks: in
         assert bool(rows[1][2].isnan().all()) and bool(rows[1][3:].isfinite().any())
 
 
-def test_sparse_rope_is_alone(impl: str) -> None:
-    """A token's output does not depend on its neighbours, nor on how many there are."""
-    case, rotation = make_uneven(300, 64), rotary(300, 64)
+@pytest.mark.parametrize("window", [128, 0])
+def test_sparse_rope_is_alone(impl: str, window: int) -> None:
+    """A token's output does not depend on its neighbours (without window lanes some have no lane at all), nor on how many there are."""
+    case, rotation = make_uneven(600, 64, window), rotary(600, 64)
     operands = [case.window, case.window_idx, case.compressed, case.compressed_idx, case.compressed_len, case.sink, SCALE]
     whole = attention.sparse_rope_quant(case.q.clone(), *operands, **rotation, groups=8, folded=True, impl=impl)
-    for first, count in ((0, 1), (131, 7), (250, 50)):
+    o = case.run(impl, q=elementwise.rope(case.q, **rotation))
+    wanted = elementwise.rope_quant(o, **rotation, groups=8, inverse=True, folded=True)
+    assert torch.equal(bits(whole[0]), bits(wanted[0])) and torch.equal(bits(whole[1]), bits(wanted[1]))
+    for first, count in ((0, 1), (131, 7), (550, 50)):
         part = slice(first, first + count)
-        alone = [x[part] if x is not None and x.dim() and x.shape[0] == 300 else x for x in operands[:-1]]
+        alone = [x[part] if x is not None and x.shape[0] == 600 else x for x in operands[:-1]]
         positions = rotation["positions"][part]
         got = attention.sparse_rope_quant(
             case.q[part].clone(), *alone, SCALE, positions, rotation["table"], groups=8, folded=True, impl=impl
