@@ -2,6 +2,8 @@
 //     out[t] = round( ( sum over slots j ascending with row_of_slot[t, j] >= 0 of f32(y[row_of_slot[t, j]]) ) + f32(shared[t]) )
 // Slots of other ranks are -1: their rows are never read, whatever the buffer holds. fp32 adds in slot order, so the
 // result is the same bits in every run. A token without a local slot gets shared[t], or 0.
+// With the other ranks' sums of these tokens (combine_parts) this rank's own sum is rounded to bf16 as theirs were and all are added
+// in rank order before the shared expert: the bits of a pass that writes the own sum and one that reads it again, without either.
 //
 // One block per token (gridDim.x), a thread takes two chunks of 8 columns and has two rows of each in flight; the
 // slots of the token sit in the lanes of every warp. Memory-bound. No shared memory. Limits: N a multiple of 8, k <= 32.
@@ -28,6 +30,11 @@ __device__ __forceinline__ void add_row(float (&sum)[kColumns], uint4 v) {
     }
 }
 
+__device__ __forceinline__ uint4 rounded(const float (&sum)[kColumns]) {
+    return make_uint4(ptx::pack_bf16x2(sum[0], sum[1]), ptx::pack_bf16x2(sum[2], sum[3]), ptx::pack_bf16x2(sum[4], sum[5]),
+                      ptx::pack_bf16x2(sum[6], sum[7]));
+}
+
 template <bool kFloatOut>
 __device__ __forceinline__ void store(const CombineParams& p, int64_t offset, const float (&sum)[kColumns]) {
     if constexpr (kFloatOut) {
@@ -35,13 +42,40 @@ __device__ __forceinline__ void store(const CombineParams& p, int64_t offset, co
         out[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
         out[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
     } else {
-        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + offset) =
-            make_uint4(ptx::pack_bf16x2(sum[0], sum[1]), ptx::pack_bf16x2(sum[2], sum[3]),
-                       ptx::pack_bf16x2(sum[4], sum[5]), ptx::pack_bf16x2(sum[6], sum[7]));
+        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + offset) = rounded(sum);
     }
 }
 
-template <bool kFloatOut>
+// The sums of all ranks for a thread's chunks, in rank order; on entry `sum` is this rank's.
+__device__ __forceinline__ void add_parts(const CombineParams& p, int64_t token, int first, int step, const bool (&valid)[kChunks],
+                                          float (&sum)[kChunks][kColumns]) {
+    uint4 own[kChunks];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+        own[c] = rounded(sum[c]);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) sum[c][i] = 0.0f;
+    }
+    for (int part = 0; part <= p.num_parts; part += kInFlight) {
+        uint4 rows[kInFlight][kChunks];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i)
+#pragma unroll
+            for (int c = 0; c < kChunks; ++c)
+                if (part + i < p.num_parts && valid[c])
+                    rows[i][c] = ptx::load_streaming(p.parts + ((part + i) * p.num_tokens + token) * p.hidden +
+                                                     (first + c * step) * kColumns);
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i)
+#pragma unroll
+            for (int c = 0; c < kChunks; ++c) {
+                if (part + i == p.own_part) add_row(sum[c], own[c]);
+                if (part + i < p.num_parts && valid[c]) add_row(sum[c], rows[i][c]);
+            }
+    }
+}
+
+template <bool kFloatOut, bool kParts>
 __global__ void __launch_bounds__(kMaxThreads, 3) combine_kernel(const __grid_constant__ CombineParams params) {
     const int64_t token = blockIdx.x;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -81,6 +115,7 @@ __global__ void __launch_bounds__(kMaxThreads, 3) combine_kernel(const __grid_co
                 for (int c = 0; c < kChunks; ++c)
                     if (taken[i] && valid[c]) add_row(sum[c], rows[i][c]);
         }
+        if constexpr (kParts) add_parts(params, token, first, step, valid, sum);
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
             if (!valid[c]) continue;
@@ -97,8 +132,9 @@ void launch_combine(const CombineParams& params) {
     const int threads = min_of(align_up(ceil_div(params.hidden / kColumns, kChunks), 32), kMaxThreads);
     const LaunchConfig config{dim3(static_cast<unsigned>(params.num_tokens)), dim3(static_cast<unsigned>(threads)), 0,
                               params.stream};
-    if (params.out_float) launch("moe.combine", combine_kernel<true>, config, params);
-    else launch("moe.combine", combine_kernel<false>, config, params);
+    if (params.has_parts) launch("moe.combine_parts", combine_kernel<false, true>, config, params);
+    else if (params.out_float) launch("moe.combine", combine_kernel<true, false>, config, params);
+    else launch("moe.combine", combine_kernel<false, false>, config, params);
 }
 
 }  // namespace mdi::moe
