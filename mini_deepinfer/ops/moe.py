@@ -371,7 +371,9 @@ def _empty_folded(m: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]
     return torch.empty(m, -(-k // 128) * 128, dtype=torch.uint8, device=device), torch.empty(m, dtype=torch.float32, device=device)
 
 
-def _folded_gemm(folded: Tensor, row_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _folded_gemm(
+    folded: Tensor, row_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype
+) -> Tensor:
     """grouped_gemm of rows that are folded and in the order of the product."""
     out = torch.empty(folded.shape[0], weight.shape[1], dtype=out_dtype, device=folded.device)
     call("moe.folded_gemm", "sm90", folded, row_scale, weight, weight_scale, offsets, out, _cached_row_scale(weight_scale, weight)[0])

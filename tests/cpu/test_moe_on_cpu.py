@@ -88,7 +88,10 @@ def test_combine(tokens: int, k: int, n: int, with_shared: bool, out_dtype: torc
     assert torch.equal(out, reference.combine(y, rows, shared, out_dtype))
 
 
-@pytest.mark.parametrize("tokens, k, n, num_parts, rank, with_shared", [(3, 2, 8, 0, 0, True), (5, 6, 1288, 3, 2, True), (4, 1, 64, 2, 2, False), (4, 3, 2568, 1, 0, True)])
+@pytest.mark.parametrize(
+    "tokens, k, n, num_parts, rank, with_shared",
+    [(3, 2, 8, 0, 0, True), (5, 6, 1288, 3, 2, True), (4, 1, 64, 2, 2, False), (4, 3, 2568, 1, 0, True)],
+)
 def test_combine_parts(tokens: int, k: int, n: int, num_parts: int, rank: int, with_shared: bool) -> None:
     """The sums of the other ranks around this rank's, which is rounded as theirs were."""
     g = generator(n)
