@@ -198,15 +198,19 @@ def test_folding_then_placing_is_fold_rows(tokens: int, picks: int, k: int) -> N
     assert_bitwise(outs[1][1], outs[0][1])
 
 
-@pytest.mark.parametrize("m, f", [(1, 32), (7, 288), (4, 2304)])
-def test_swiglu_fold_is_swiglu_quant_then_fold_rows(m: int, f: int) -> None:
+@pytest.mark.parametrize("m, f, limit", [(1, 32, 10.0), (200, 32, 0.0), (7, 288, 1.7), (4, 2304, 2.5)])
+def test_swiglu_fold_is_swiglu_quant_then_fold_rows(m: int, f: int, limit: float) -> None:
+    """With limits that are bf16 numbers and one (1.7) that is not: those are clamped elsewhere."""
     g = generator(f)
     gu, row_weight = normal(g, m, 2 * f, scale=4.0), torch.rand(m, generator=g)
     gu[:, : f // 3] *= 1e-3  # groups at other scales
+    gu[0, :4] = torch.tensor([limit, -limit, float("inf"), -float("inf")])
+    gu[0, f : f + 6] = torch.tensor([1.0, limit, -limit, float("inf"), 0.0, -0.0])
+    gu[m // 2, 7] = gu[m - 1, f + 9] = float("nan")
     bound = torch.tensor([m], dtype=torch.int32)
     codes, scale = torch.empty(m, f, dtype=torch.uint8), torch.empty(m, f // 32, dtype=torch.uint8)
     swiglu = library("moe_swiglu_quant", ["csrc/moe/swiglu_quant.cu"])
-    shared = (c_int64(m), f, c_float(10.0), pointer(gu), pointer(row_weight), pointer(bound))
+    shared = (c_int64(m), f, c_float(limit), pointer(gu), pointer(row_weight), pointer(bound))
     swiglu.swiglu_quant(*shared, pointer(codes), pointer(scale), pointer(None))
     padded = -(-f // 128) * 128
     outs = [(torch.full((m, padded), 0xEE, dtype=torch.uint8), torch.empty(m)) for _ in range(2)]
