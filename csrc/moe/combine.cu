@@ -5,8 +5,9 @@
 // With the other ranks' sums of these tokens (combine_parts) this rank's own sum is rounded to bf16 as theirs were and all are added
 // in rank order before the shared expert: the bits of a pass that writes the own sum and one that reads it again, without either.
 //
-// One block per token (gridDim.x), a thread takes two chunks of 8 columns and has two rows of each in flight; the
-// slots of the token sit in the lanes of every warp. Memory-bound. No shared memory. Limits: N a multiple of 8, k <= 32.
+// One block per token (gridDim.x) and up to 5,120 columns (gridDim.y), a thread takes two chunks of 8 columns and has all rows of
+// most tokens in flight at once; the slots of the token sit in the lanes of every warp. Memory-bound. No shared memory.
+// Limits: N a multiple of 8, k <= 32.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/ptx_sm80.cuh"
@@ -19,7 +20,8 @@ namespace {
 constexpr int kColumns = 8;
 constexpr int kMaxThreads = 320;
 constexpr int kChunks = 2;    // of a thread at a time
-constexpr int kInFlight = 2;  // rows of each chunk
+constexpr int kFewRows = 2;   // rows of a chunk in flight, for tokens with no more than these: most on one rank of four
+constexpr int kManyRows = 3;
 
 __device__ __forceinline__ void add_row(float (&sum)[kColumns], uint4 v) {
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
@@ -46,92 +48,95 @@ __device__ __forceinline__ void store(const CombineParams& p, int64_t offset, co
     }
 }
 
-// The sums of all ranks for a thread's chunks, in rank order; on entry `sum` is this rank's.
-__device__ __forceinline__ void add_parts(const CombineParams& p, int64_t token, int first, int step, const bool (&valid)[kChunks],
-                                          float (&sum)[kChunks][kColumns]) {
-    uint4 own[kChunks];
+// A thread's chunks of what is added after the slots: part `index` of another rank, then the shared expert's row.
+__device__ __forceinline__ void load_extra(const CombineParams& p, int index, int64_t offset, int step, const bool (&valid)[kChunks],
+                                           uint4 (&row)[kChunks]) {
+    const uint16_t* source = index < p.num_parts ? p.parts + index * p.num_tokens * p.hidden : p.shared;
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-        own[c] = rounded(sum[c]);
+    for (int c = 0; c < kChunks; ++c)
+        if (valid[c]) row[c] = ptx::load_streaming(source + offset + c * step * kColumns);
+}
+
+// Adds the rows of the next slots in `left`, up to kRows that are in flight together. All lanes of the warp call it.
+template <int kRows>
+__device__ __forceinline__ void add_slots(const CombineParams& p, int mine, uint32_t& left, int first, int step,
+                                          const bool (&valid)[kChunks], float (&sum)[kChunks][kColumns]) {
+    uint4 rows[kRows][kChunks];
+    bool taken[kRows];
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) sum[c][i] = 0.0f;
+    for (int i = 0; i < kRows; ++i) {
+        taken[i] = left != 0;
+        const int64_t row = __shfl_sync(kFullWarp, mine, taken[i] ? __ffs(static_cast<int>(left)) - 1 : 0);
+        left &= left - 1;  // 0 stays 0
+        const uint16_t* source = p.y + row * p.hidden + first * kColumns;
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c)
+            if (taken[i] && valid[c]) rows[i][c] = ptx::load_streaming(source + c * step * kColumns);
     }
-    for (int part = 0; part <= p.num_parts; part += kInFlight) {
-        uint4 rows[kInFlight][kChunks];
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i)
+    for (int i = 0; i < kRows; ++i)
 #pragma unroll
-            for (int c = 0; c < kChunks; ++c)
-                if (part + i < p.num_parts && valid[c])
-                    rows[i][c] = ptx::load_streaming(p.parts + ((part + i) * p.num_tokens + token) * p.hidden +
-                                                     (first + c * step) * kColumns);
-#pragma unroll
-        for (int i = 0; i < kInFlight; ++i)
-#pragma unroll
-            for (int c = 0; c < kChunks; ++c) {
-                if (part + i == p.own_part) add_row(sum[c], own[c]);
-                if (part + i < p.num_parts && valid[c]) add_row(sum[c], rows[i][c]);
-            }
-    }
+        for (int c = 0; c < kChunks; ++c)
+            if (taken[i] && valid[c]) add_row(sum[c], rows[i][c]);
 }
 
 template <bool kFloatOut, bool kParts>
 __global__ void __launch_bounds__(kMaxThreads, 3) combine_kernel(const __grid_constant__ CombineParams params) {
     const int64_t token = blockIdx.x;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int mine = lane < params.k ? params.row_of_slot[token * params.k + lane] : -1;
-    const uint32_t live = __ballot_sync(kFullWarp, mine >= 0);
-    const int num_chunks = params.hidden / kColumns;
     const int step = static_cast<int>(blockDim.x);
-    // the first chunk of a warp decides for all its lanes: the shuffles need whole warps
-    for (int first = static_cast<int>(threadIdx.x); first - lane < num_chunks; first += kChunks * step) {
-        float sum[kChunks][kColumns] = {};
-        uint4 shared[kChunks];
-        bool valid[kChunks];
+    const int first = static_cast<int>(blockIdx.y) * kChunks * step + static_cast<int>(threadIdx.x);
+    const int64_t offset = token * params.hidden + first * kColumns;
+    float sum[kChunks][kColumns] = {};
+    bool valid[kChunks];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) valid[c] = first + c * step < params.hidden / kColumns;
+    const int num_extra = params.num_parts + (params.shared ? 1 : 0);
+    uint4 next[kChunks] = {};
+    if (num_extra > 0) load_extra(params, 0, offset, step, valid, next);
+
+    const int mine = lane < params.k ? params.row_of_slot[token * params.k + lane] : -1;
+    uint32_t left = __ballot_sync(kFullWarp, mine >= 0);
+    if (__popc(left) <= kFewRows)
+        add_slots<kFewRows>(params, mine, left, first, step, valid, sum);
+    else
+        while (left != 0) add_slots<kManyRows>(params, mine, left, first, step, valid, sum);
+
+    uint4 own[kChunks];
+    if constexpr (kParts) {
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
-            valid[c] = first + c * step < num_chunks;
-            shared[c] = make_uint4(0, 0, 0, 0);
-            if (valid[c] && params.shared)
-                shared[c] = ptx::load_streaming(params.shared + token * params.hidden + (first + c * step) * kColumns);
-        }
-        for (uint32_t left = live; left != 0;) {
-            uint4 rows[kInFlight][kChunks];
-            bool taken[kInFlight];
+            own[c] = rounded(sum[c]);
 #pragma unroll
-            for (int i = 0; i < kInFlight; ++i) {
-                taken[i] = left != 0;
-                const int slot = taken[i] ? __ffs(static_cast<int>(left)) - 1 : 0;
-                left &= left - 1;  // 0 stays 0
-                const int64_t row = __shfl_sync(kFullWarp, mine, slot);
-#pragma unroll
-                for (int c = 0; c < kChunks; ++c)
-                    if (taken[i] && valid[c])
-                        rows[i][c] = ptx::load_streaming(params.y + row * params.hidden + (first + c * step) * kColumns);
-            }
-#pragma unroll
-            for (int i = 0; i < kInFlight; ++i)
-#pragma unroll
-                for (int c = 0; c < kChunks; ++c)
-                    if (taken[i] && valid[c]) add_row(sum[c], rows[i][c]);
-        }
-        if constexpr (kParts) add_parts(params, token, first, step, valid, sum);
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            if (!valid[c]) continue;
-            if (params.shared) add_row(sum[c], shared[c]);
-            store<kFloatOut>(params, token * params.hidden + (first + c * step) * kColumns, sum[c]);
+            for (int i = 0; i < kColumns; ++i) sum[c][i] = 0.0f;
         }
     }
+    for (int extra = 0; extra <= num_extra; ++extra) {
+        if (kParts && extra == params.own_part) {
+#pragma unroll
+            for (int c = 0; c < kChunks; ++c) add_row(sum[c], own[c]);
+        }
+        if (extra == num_extra) break;
+        uint4 row[kChunks];
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) row[c] = next[c];
+        if (extra + 1 < num_extra) load_extra(params, extra + 1, offset, step, valid, next);
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) add_row(sum[c], row[c]);
+    }
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c)
+        if (valid[c]) store<kFloatOut>(params, offset + c * step * kColumns, sum[c]);
 }
 
 }  // namespace
 
 void launch_combine(const CombineParams& params) {
     if (params.num_tokens == 0) return;
-    const int threads = min_of(align_up(ceil_div(params.hidden / kColumns, kChunks), 32), kMaxThreads);
-    const LaunchConfig config{dim3(static_cast<unsigned>(params.num_tokens)), dim3(static_cast<unsigned>(threads)), 0,
-                              params.stream};
+    const int chunks = params.hidden / kColumns;
+    const int threads = min_of(align_up(ceil_div(chunks, kChunks), 32), kMaxThreads);
+    const dim3 grid(static_cast<unsigned>(params.num_tokens), static_cast<unsigned>(ceil_div(chunks, kChunks * threads)));
+    const LaunchConfig config{grid, dim3(static_cast<unsigned>(threads)), 0, params.stream};
     if (params.has_parts) launch("moe.combine_parts", combine_kernel<false, true>, config, params);
     else if (params.out_float) launch("moe.combine", combine_kernel<true, false>, config, params);
     else launch("moe.combine", combine_kernel<false, false>, config, params);
