@@ -243,30 +243,37 @@ class Loopback(ExpertParallel):
     def _start_all_gather(self, tensors: Sequence[torch.Tensor], counts: list[int]) -> Exchange[list[torch.Tensor]]:
         device = tensors[0].device
         parts = [_as_bytes(rows) for rows in tensors]
-        if device.type != "cuda" or sum(part.numel() for part in parts) < BESIDE_BYTES:
-            return Exchange(lambda: [self._repeat(rows) for rows in tensors])
-        # Like a group's, beside the step's stream: the stand-ins' rows cost memory traffic, as received ones do, but no turn of their own.
         repeated = [part.new_empty(self.world * part.shape[0], part.shape[1]) for part in parts]
+        results = [_from_bytes(out, rows) for out, rows in zip(repeated, tensors)]
+
+        def call() -> None:
+            for part, out in zip(parts, repeated):
+                flat, places = part.view(-1), out.view(self.world, part.numel())
+                if flat.numel() and all(n % 8 == 0 for n in (flat.numel(), flat.storage_offset())):  # one-byte elements are slow
+                    flat, places = flat.view(torch.int64), places.view(torch.int64)
+                places.copy_(flat)
+
+        if device.type != "cuda" or sum(part.numel() for part in parts) < BESIDE_BYTES:
+            call()
+            return Exchange(lambda: results)
+        # Like a group's, beside the step's stream: the stand-ins' rows cost memory traffic, as received ones do, but no turn of their own.
         if self._stream is None:
             self._stream = ExchangeStream(device)
-        done = self._stream.run(GATHER, lambda: [torch.cat([part] * self.world, out=out) for part, out in zip(parts, repeated)])
+        done = self._stream.run(GATHER, call)
 
         def finish() -> list[torch.Tensor]:
             torch.cuda.current_stream(device).wait_event(done)
-            return [_from_bytes(out, rows) for out, rows in zip(repeated, tensors)]
+            return results
 
         return Exchange(finish, held=parts)
-
-    def _repeat(self, rows: torch.Tensor) -> torch.Tensor:
-        return _from_bytes(torch.cat([_as_bytes(rows)] * self.world), rows)
 
     def start_gather_routes(
         self, ids: torch.Tensor, weights: torch.Tensor, counts: list[int]
     ) -> Exchange[list[torch.Tensor]]:
         """ids, weights [T, k] -> [world * T, k]. The ids of a stand-in's token are not sorted."""
-        for rows in (ids, weights):
-            self._check_rows("gather_routes", rows, self._own_count(counts))
-        return Exchange(lambda: [self._permute(ids), self._repeat(weights)])
+        self._check_rows("gather_routes", ids, self._own_count(counts))
+        permuted, weights_sent = self._permute(ids), self.start_all_gather([weights], counts)
+        return Exchange(lambda: [permuted, *weights_sent.wait()])
 
     def _permute(self, ids: torch.Tensor) -> torch.Tensor:
         if self._permutations.device != ids.device:
