@@ -5,9 +5,11 @@
 // With the other ranks' sums of these tokens (combine_parts) this rank's own sum is rounded to bf16 as theirs were and all are added
 // in rank order before the shared expert: the bits of a pass that writes the own sum and one that reads it again, without either.
 //
-// One block per token (gridDim.x) and up to 5,120 columns (gridDim.y), a thread takes two chunks of 8 columns and has all rows of
-// most tokens in flight at once; the slots of the token sit in the lanes of every warp. Memory-bound. No shared memory.
-// Limits: N a multiple of 8, k <= 32.
+// A block walks over tokens (gridDim.x) for up to 5,120 columns (gridDim.y). A thread takes two chunks of 8 columns and copies
+// the rows of the block's tokens, one after the other whatever token they belong to, into a ring of kStages rows in shared
+// memory, kStages - 1 of them always on their way; it reads only what it copied, so nobody waits for anybody. The slots of a token
+// sit in the lanes of every warp, those of the block's next token are on their way too. Memory-bound.
+// Shared memory: kStages x 32 bytes a thread. Limits: N a multiple of 8, k <= 32.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/ptx_sm80.cuh"
@@ -19,9 +21,10 @@ namespace {
 
 constexpr int kColumns = 8;
 constexpr int kMaxThreads = 320;
-constexpr int kChunks = 2;    // of a thread at a time
-constexpr int kFewRows = 2;   // rows of a chunk in flight, for tokens with no more than these: most on one rank of four
-constexpr int kManyRows = 3;
+constexpr int kChunks = 2;  // of a thread
+constexpr int kStages = 4;  // rows of the ring
+constexpr int kBlocksPerSm = 4;
+constexpr int kVectorBytes = 16;
 
 __device__ __forceinline__ void add_row(float (&sum)[kColumns], uint4 v) {
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
@@ -48,95 +51,119 @@ __device__ __forceinline__ void store(const CombineParams& p, int64_t offset, co
     }
 }
 
-// A thread's chunks of what is added after the slots: part `index` of another rank, then the shared expert's row.
-__device__ __forceinline__ void load_extra(const CombineParams& p, int index, int64_t offset, int step, const bool (&valid)[kChunks],
-                                           uint4 (&row)[kChunks]) {
-    const uint16_t* source = index < p.num_parts ? p.parts + index * p.num_tokens * p.hidden : p.shared;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c)
-        if (valid[c]) row[c] = ptx::load_streaming(source + offset + c * step * kColumns);
-}
+// A block's tokens in turn. Slots a lane each: the row in y or -1, of the token and of the next one.
+struct Walk {
+    int token, mine, next;
 
-// Adds the rows of the next slots in `left`, up to kRows that are in flight together. All lanes of the warp call it.
-template <int kRows>
-__device__ __forceinline__ void add_slots(const CombineParams& p, int mine, uint32_t& left, int first, int step,
-                                          const bool (&valid)[kChunks], float (&sum)[kChunks][kColumns]) {
-    uint4 rows[kRows][kChunks];
-    bool taken[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        taken[i] = left != 0;
-        const int64_t row = __shfl_sync(kFullWarp, mine, taken[i] ? __ffs(static_cast<int>(left)) - 1 : 0);
-        left &= left - 1;  // 0 stays 0
-        const uint16_t* source = p.y + row * p.hidden + first * kColumns;
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c)
-            if (taken[i] && valid[c]) rows[i][c] = ptx::load_streaming(source + c * step * kColumns);
+    __device__ __forceinline__ static int slot(const CombineParams& p, int token, int lane) {
+        return token < p.num_tokens && lane < p.k ? p.row_of_slot[static_cast<int64_t>(token) * p.k + lane] : -1;
     }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i)
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c)
-            if (taken[i] && valid[c]) add_row(sum[c], rows[i][c]);
-}
+    __device__ __forceinline__ Walk(const CombineParams& p, int lane)
+        : token(static_cast<int>(blockIdx.x)), mine(slot(p, token, lane)), next(slot(p, token + static_cast<int>(gridDim.x), lane)) {}
+    __device__ __forceinline__ void advance(const CombineParams& p, int lane) {
+        token += static_cast<int>(gridDim.x);
+        mine = next;
+        next = slot(p, token + static_cast<int>(gridDim.x), lane);
+    }
+    __device__ __forceinline__ uint32_t live() const { return __ballot_sync(kFullWarp, mine >= 0); }
+};
 
 template <bool kFloatOut, bool kParts>
-__global__ void __launch_bounds__(kMaxThreads, 3) combine_kernel(const __grid_constant__ CombineParams params) {
-    const int64_t token = blockIdx.x;
+__global__ void __launch_bounds__(kMaxThreads, kBlocksPerSm) combine_kernel(const __grid_constant__ CombineParams params) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int step = static_cast<int>(blockDim.x);
     const int first = static_cast<int>(blockIdx.y) * kChunks * step + static_cast<int>(threadIdx.x);
-    const int64_t offset = token * params.hidden + first * kColumns;
-    float sum[kChunks][kColumns] = {};
+    const int num_tokens = static_cast<int>(params.num_tokens);
+    const int num_extra = params.num_parts + (params.shared ? 1 : 0);  // rows of a token behind its slots
+    char* ring = dynamic_smem() + threadIdx.x * kVectorBytes;  // vector c of a row is c * step further, a row kChunks * step
     bool valid[kChunks];
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) valid[c] = first + c * step < params.hidden / kColumns;
-    const int num_extra = params.num_parts + (params.shared ? 1 : 0);
-    uint4 next[kChunks] = {};
-    if (num_extra > 0) load_extra(params, 0, offset, step, valid, next);
 
-    const int mine = lane < params.k ? params.row_of_slot[token * params.k + lane] : -1;
-    uint32_t left = __ballot_sync(kFullWarp, mine >= 0);
-    if (__popc(left) <= kFewRows)
-        add_slots<kFewRows>(params, mine, left, first, step, valid, sum);
-    else
-        while (left != 0) add_slots<kManyRows>(params, mine, left, first, step, valid, sum);
-
-    uint4 own[kChunks];
-    if constexpr (kParts) {
+    Walk ahead(params, lane), here(params, lane);
+    uint32_t left = ahead.live();  // of the token that is copied: slots and rows behind them that are still to come
+    int extra = 0;
+    const auto copy_next_row = [&](int stage) {
+        while (left == 0 && extra == num_extra && ahead.token < num_tokens) {
+            ahead.advance(params, lane);
+            left = ahead.live();
+            extra = 0;
+        }
+        if (ahead.token < num_tokens) {
+            const uint16_t* source;
+            if (left != 0) {
+                const int64_t row = __shfl_sync(kFullWarp, ahead.mine, __ffs(static_cast<int>(left)) - 1);
+                left &= left - 1;
+                source = params.y + row * params.hidden;
+            } else {
+                const bool is_part = extra < params.num_parts;
+                const int64_t row = is_part ? extra * params.num_tokens + ahead.token : ahead.token;
+                source = (is_part ? params.parts : params.shared) + row * params.hidden;
+                ++extra;
+            }
+            const uint32_t target = ptx::smem_address(ring + stage * kChunks * step * kVectorBytes);
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            own[c] = rounded(sum[c]);
+            for (int c = 0; c < kChunks; ++c)
+                if (valid[c]) ptx::cp_async_16(target + c * step * kVectorBytes, source + (first + c * step) * kColumns);
+        }
+        ptx::cp_async_commit();
+    };
+    int stage = 0;
+    float sum[kChunks][kColumns];
+    const auto add_next_row = [&] {
+        ptx::cp_async_wait<kStages - 1>();
+        const uint4* row = reinterpret_cast<const uint4*>(ring + stage * kChunks * step * kVectorBytes);
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c)
+            if (valid[c]) add_row(sum[c], row[c * step]);
+        copy_next_row(stage);
+        stage = stage + 1 == kStages ? 0 : stage + 1;
+    };
+
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) copy_next_row(s);
+    for (; here.token < num_tokens; here.advance(params, lane)) {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c)
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) sum[c][i] = 0.0f;
+        for (int slots = __popc(here.live()); slots > 0; --slots) add_next_row();
+        uint4 own[kChunks];
+        if constexpr (kParts) {
+#pragma unroll
+            for (int c = 0; c < kChunks; ++c) {
+                own[c] = rounded(sum[c]);
+#pragma unroll
+                for (int i = 0; i < kColumns; ++i) sum[c][i] = 0.0f;
+            }
         }
-    }
-    for (int extra = 0; extra <= num_extra; ++extra) {
-        if (kParts && extra == params.own_part) {
+        for (int behind = 0; behind <= num_extra; ++behind) {
+            if (kParts && behind == params.own_part) {
 #pragma unroll
-            for (int c = 0; c < kChunks; ++c) add_row(sum[c], own[c]);
+                for (int c = 0; c < kChunks; ++c) add_row(sum[c], own[c]);
+            }
+            if (behind < num_extra) add_next_row();
         }
-        if (extra == num_extra) break;
-        uint4 row[kChunks];
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) row[c] = next[c];
-        if (extra + 1 < num_extra) load_extra(params, extra + 1, offset, step, valid, next);
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) add_row(sum[c], row[c]);
+        for (int c = 0; c < kChunks; ++c)
+            if (valid[c])
+                store<kFloatOut>(params, static_cast<int64_t>(here.token) * params.hidden + (first + c * step) * kColumns, sum[c]);
     }
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c)
-        if (valid[c]) store<kFloatOut>(params, offset + c * step * kColumns, sum[c]);
 }
 
 }  // namespace
 
 void launch_combine(const CombineParams& params) {
     if (params.num_tokens == 0) return;
+    int device = 0, num_sms = 0;
+    check_cuda("moe.combine", cudaGetDevice(&device));
+    check_cuda("moe.combine", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     const int chunks = params.hidden / kColumns;
     const int threads = min_of(align_up(ceil_div(chunks, kChunks), 32), kMaxThreads);
-    const dim3 grid(static_cast<unsigned>(params.num_tokens), static_cast<unsigned>(ceil_div(chunks, kChunks * threads)));
-    const LaunchConfig config{grid, dim3(static_cast<unsigned>(threads)), 0, params.stream};
+    const int64_t blocks = min_of(params.num_tokens, static_cast<int64_t>(num_sms) * kBlocksPerSm);
+    const LaunchConfig config{dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(ceil_div(chunks, kChunks * threads))),
+                              dim3(static_cast<unsigned>(threads)), static_cast<size_t>(kStages * kChunks * kVectorBytes * threads),
+                              params.stream};
     if (params.has_parts) launch("moe.combine_parts", combine_kernel<false, true>, config, params);
     else if (params.out_float) launch("moe.combine", combine_kernel<true, false>, config, params);
     else launch("moe.combine", combine_kernel<false, false>, config, params);
