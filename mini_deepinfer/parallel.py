@@ -243,19 +243,20 @@ class Loopback(ExpertParallel):
     def _start_all_gather(self, tensors: Sequence[torch.Tensor], counts: list[int]) -> Exchange[list[torch.Tensor]]:
         device = tensors[0].device
         parts = [_as_bytes(rows) for rows in tensors]
-        repeated = [part.new_empty(self.world, *part.shape) for part in parts]
-        results = [_from_bytes(out.flatten(0, 1), rows) for out, rows in zip(repeated, tensors)]
-        if device.type != "cuda" or sum(part.numel() for part in parts) < BESIDE_BYTES:
+        repeated = [part.new_empty(self.world * part.shape[0], part.shape[1]) for part in parts]
+        results = [_from_bytes(out, rows) for out, rows in zip(repeated, tensors)]
+
+        def call() -> None:
             for part, out in zip(parts, repeated):
-                if part.numel() and all(n % 8 == 0 for n in (part.numel(), part.storage_offset())):  # one-byte elements are slow
-                    part, out = part.view(-1).view(torch.int64), out.view(self.world, -1).view(torch.int64)
-                out.copy_(part)
+                torch.cat([part] * self.world, out=out)
+
+        if device.type != "cuda" or sum(part.numel() for part in parts) < BESIDE_BYTES:
+            call()
             return Exchange(lambda: results)
-        # Like a group's, beside the step's stream. Copies of whole parts run on the copy engines: rows that peers write take no
-        # multiprocessor of the receiver either.
+        # Like a group's, beside the step's stream: received rows cost memory traffic, but no turn of their own there.
         if self._stream is None:
             self._stream = ExchangeStream(device)
-        done = self._stream.run(GATHER, lambda: [place.copy_(part) for part, out in zip(parts, repeated) for place in out])
+        done = self._stream.run(GATHER, call)
 
         def finish() -> list[torch.Tensor]:
             torch.cuda.current_stream(device).wait_event(done)
