@@ -9,7 +9,7 @@
 // the rows of the block's tokens, one after the other whatever token they belong to, into a ring of kStages rows in shared
 // memory, kStages - 1 of them always on their way; it reads only what it copied, so nobody waits for anybody. The slots of a token
 // sit in the lanes of every warp, those of the block's next token are on their way too. Memory-bound.
-// Shared memory: kStages x 32 bytes a thread. Limits: N a multiple of 8, k <= 32.
+// Shared memory: (kStages + 1) x 32 bytes a thread, 200 KiB of a multiprocessor. Limits: N a multiple of 8, k <= 32.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/ptx_sm80.cuh"
@@ -128,11 +128,11 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerSm) combine_kernel(cons
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) sum[c][i] = 0.0f;
         for (int slots = __popc(here.live()); slots > 0; --slots) add_next_row();
-        uint4 own[kChunks];
+        uint4* own = reinterpret_cast<uint4*>(ring + kStages * kChunks * step * kVectorBytes);  // behind the ring: registers are short
         if constexpr (kParts) {
 #pragma unroll
             for (int c = 0; c < kChunks; ++c) {
-                own[c] = rounded(sum[c]);
+                own[c * step] = rounded(sum[c]);
 #pragma unroll
                 for (int i = 0; i < kColumns; ++i) sum[c][i] = 0.0f;
             }
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerSm) combine_kernel(cons
         for (int behind = 0; behind <= num_extra; ++behind) {
             if (kParts && behind == params.own_part) {
 #pragma unroll
-                for (int c = 0; c < kChunks; ++c) add_row(sum[c], own[c]);
+                for (int c = 0; c < kChunks; ++c) add_row(sum[c], own[c * step]);
             }
             if (behind < num_extra) add_next_row();
         }
@@ -162,7 +162,7 @@ void launch_combine(const CombineParams& params) {
     const int threads = min_of(align_up(ceil_div(chunks, kChunks), 32), kMaxThreads);
     const int64_t blocks = min_of(params.num_tokens, static_cast<int64_t>(num_sms) * kBlocksPerSm);
     const LaunchConfig config{dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(ceil_div(chunks, kChunks * threads))),
-                              dim3(static_cast<unsigned>(threads)), static_cast<size_t>(kStages * kChunks * kVectorBytes * threads),
+                              dim3(static_cast<unsigned>(threads)), static_cast<size_t>((kStages + 1) * kChunks * kVectorBytes * threads),
                               params.stream};
     if (params.has_parts) launch("moe.combine_parts", combine_kernel<false, true>, config, params);
     else if (params.out_float) launch("moe.combine", combine_kernel<true, false>, config, params);
