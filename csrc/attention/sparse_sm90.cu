@@ -178,8 +178,7 @@ struct Producer {
             for (int i = 0; i < 4; ++i) store_shared_v4(place.at(step + i), to_key_order(v[i]));
         }
         ptx::fence_proxy_async();
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(address_of(&shared.q_full));
+        ptx::mbarrier_arrive(address_of(&shared.q_full));
         const int next = item + gridDim.x;
         if (next < num_items(params)) {
             int lines;
@@ -192,11 +191,8 @@ struct Producer {
     // The rows of a warp in one step; rows that are not there count as compressed. The code is compiled for each.
     enum class Rows { kWindow, kCompressed, kMixed };
 
-    MDI_DEVICE void arrive_full(int buffer, int quarter) const {
-        __syncwarp();
-        // The fence between the stores and the wgmma that reads them is the consumer's.
-        if (lane == 0) ptx::mbarrier_arrive(address_of(&shared.full[buffer][quarter]));
-    }
+    // The fence between the stores and the wgmma that reads them is the consumer's.
+    MDI_DEVICE void arrive_full(int buffer, int quarter) const { ptx::mbarrier_arrive(address_of(&shared.full[buffer][quarter])); }
 
     // One quarter of the row's step, from registers to the K tile. Stored chunk by chunk: four of them at once leave too few registers.
     template <int kQuarter>
@@ -292,11 +288,8 @@ struct Producer {
         }
         write_quarter<3>(window, to, packed);
         const uint8_t rows = valid_rows(row);
-        __syncwarp();
-        if (lane == 0) {
-            store_shared_u8(valid + buffer * sizeof(shared.valid[0]), rows);
-            ptx::mbarrier_arrive(address_of(&shared.full[buffer][kQuarters - 1]));
-        }
+        if (lane == 0) store_shared_u8(valid + buffer * sizeof(shared.valid[0]), rows);
+        arrive_full(buffer, kQuarters - 1);
     }
 
     MDI_DEVICE void run() {
@@ -352,10 +345,7 @@ struct Consumer {
         row = threadIdx.x / 32 % 4 * 16 + lane / 4;
     }
 
-    MDI_DEVICE void arrive(const uint64_t& barrier) const {
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(address_of(&barrier));
-    }
+    MDI_DEVICE static void arrive(const uint64_t& barrier) { ptx::mbarrier_arrive(address_of(&barrier)); }
 
     // Takes over a new running maximum: rescales what was summed under the old one. O holds nothing before an item's first
     // product (`started`), which overwrites it.
@@ -376,8 +366,7 @@ struct Consumer {
 
     // The other consumer's step b: waits for its P, adjusts to its maximum and starts O += P V.
     MDI_DEVICE void start_other(int b, bool started) {
-        ptx::mbarrier_wait(address_of(&shared.p_ready[other]), b >> 1 & 1);
-        ptx::fence_proxy_async();
+        ptx::mbarrier_wait(address_of(&shared.p_ready[other]), b >> 1 & 1);  // after its fences for P and the tile
         const float new_max[2] = {shared.row_max[other][row], shared.row_max[other][row + 8]};
         rescale(new_max, started);
         const Descriptor p(shared.p[other], 16), v = values(other);
@@ -399,7 +388,7 @@ struct Consumer {
 #pragma unroll
         for (int quarter = kFirst; quarter < kEnd; ++quarter) {
             ptx::mbarrier_wait(address_of(&shared.full[group][quarter]), b >> 1 & 1);
-            ptx::fence_proxy_async();  // the producer's stores to K, for the wgmma of both consumers (p_ready orders the other)
+            ptx::fence_proxy_async();  // the producers' stores to K, for the wgmma of both consumers
             if (quarter == 0) fence_registers(s);
             wgmma_fence();
 #pragma unroll
@@ -447,48 +436,35 @@ struct Consumer {
         fence_registers(o[1]);
     }
 
-    // When a consumer adds the values of the other's step b - 1: not at all (b is the first of the item), before its own
-    // scores, or after them. A template argument, because ptxas serialises wgmma groups that are open across a branch.
-    enum class Other { kNone, kBefore, kAfter };
-
-    // The consumer's own step b. started: O holds something when the other's step b - 1 comes. is_last: of its own;
-    // keep_tile: of the item, whose tile `store` still wants.
-    template <Other kWhen>
+    // The consumer's own step b. kAlone: the item's first, without one of the other before it. started: O holds something when the
+    // other's step b - 1 comes. is_last: of its own; keep_tile: of the item, whose tile `store` still wants.
+    // kAlone is a template argument, because ptxas serialises wgmma groups that are open across a branch.
+    template <bool kAlone>
     MDI_DEVICE void own_step(int b, bool started, bool is_last, bool keep_tile) {
         float s[kSlots / 2], new_max[2], part[2];
         uint32_t p[kSlots / 4];
-        if constexpr (kWhen == Other::kBefore) {
-            start_other(b - 1, started);
-            start_scores<0, 2>(s, b);
+        start_scores<0, 2>(s, b);
+        if constexpr (!kAlone) start_other(b - 1, started);
+        start_scores<2, 4>(s, b);
+        const uint32_t valid_low = shared.valid[group][0], valid_high = shared.valid[group][1];
+        if constexpr (!kAlone) {
             wgmma_wait<2>();
             arrive(shared.empty[other][group]);
-            start_scores<2, 4>(s, b);
-            wgmma_wait<0>();
-        } else if constexpr (kWhen == Other::kAfter) {
-            start_scores<0, 4>(s, b);
-            start_other(b - 1, started);
-            wgmma_wait<1>();
-        } else {
-            start_scores<0, 4>(s, b);
-            wgmma_wait<0>();
         }
+        wgmma_wait<0>();
         fence_registers(s);
         if (is_last) arrive(shared.q_empty);
-        const float scale = mask_scores(s, params.softmax_scale, shared.valid[group][0], shared.valid[group][1], lane, new_max);
+        const float scale = mask_scores(s, params.softmax_scale, valid_low, valid_high, lane, new_max);
         new_max[0] = next_max(m[0], new_max[0]);
         new_max[1] = next_max(m[1], new_max[1]);
         exponentiate(s, scale, new_max, part, p);
-        if constexpr (kWhen == Other::kAfter) {  // the producers want the tile before the other consumer wants P
-            wgmma_wait<0>();
-            arrive(shared.empty[other][group]);
-        }
         publish(p, new_max);
         fence_registers(o[0]);
         fence_registers(o[1]);
-        rescale(new_max, kWhen != Other::kNone);
+        rescale(new_max, !kAlone);
         sum[0] += part[0];
         sum[1] += part[1];
-        own_values(p, kWhen != Other::kNone);
+        own_values(p, !kAlone);
         if (!keep_tile) arrive(shared.empty[group][group]);
     }
 
@@ -498,18 +474,14 @@ struct Consumer {
         sum[0] = sum[1] = 0.f;
         bool started = false;
         if (((b ^ group) & 1) == 0) {
-            own_step<Other::kNone>(b, false, b + 2 > last, b == last);
+            own_step<true>(b, false, b + 2 > last, b == last);
             started = true;
             b += 2;
         } else {
             if (b == last) arrive(shared.q_empty);  // no step of its own
             ++b;
         }
-        if (group == 0) {
-            for (; b <= last; b += 2, started = true) own_step<Other::kBefore>(b, started, b + 2 > last, b == last);
-        } else {
-            for (; b <= last; b += 2, started = true) own_step<Other::kAfter>(b, started, b + 2 > last, b == last);
-        }
+        for (; b <= last; b += 2, started = true) own_step<false>(b, started, b + 2 > last, b == last);
         if (((last ^ group) & 1) != 0) {
             start_other(last, started);
             finish_other();
@@ -612,14 +584,14 @@ struct Consumer {
 __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_constant__ SparseParams params) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0) {  // every thread arrives: no warp barrier before, and racecheck follows it
         for (int i = 0; i < 2; ++i) {
-            for (uint64_t& full : shared.full[i]) ptx::mbarrier_init(address_of(&full), kProducerWarps);  // a lane of each
-            for (uint64_t& empty : shared.empty[i]) ptx::mbarrier_init(address_of(&empty), 4);      // a lane of each warp of the consumer
-            ptx::mbarrier_init(address_of(&shared.p_ready[i]), 4);         // a lane of each warp of consumer i
+            for (uint64_t& full : shared.full[i]) ptx::mbarrier_init(address_of(&full), kProducerThreads);
+            for (uint64_t& empty : shared.empty[i]) ptx::mbarrier_init(address_of(&empty), kGroupThreads);
+            ptx::mbarrier_init(address_of(&shared.p_ready[i]), kGroupThreads);
         }
-        ptx::mbarrier_init(address_of(&shared.q_full), kProducerWarps);    // a lane of each
-        ptx::mbarrier_init(address_of(&shared.q_empty), 8);
+        ptx::mbarrier_init(address_of(&shared.q_full), kProducerThreads);
+        ptx::mbarrier_init(address_of(&shared.q_empty), kConsumers * kGroupThreads);
         ptx::fence_mbarrier_init();
     }
     if (static_cast<int>(threadIdx.x) < min_of(params.num_heads, kHeads)) {
