@@ -119,10 +119,16 @@ template <bool kRotates>
 struct Producer {
     const SparseParams& params;
     SharedStorage& shared;
-    int warp, lane;
+    int lane, tile_row, part;  // tile_row: of the step's rows, the one this lane serves as `part` of four (Packed)
+    uint32_t valid;            // where the warp's byte of shared.valid[0] lies
 
-    MDI_DEVICE Producer(const SparseParams& p, SharedStorage& s)
-        : params(p), shared(s), warp(threadIdx.x / 32 - kConsumers * kGroupThreads / 32), lane(threadIdx.x % 32) {}
+    MDI_DEVICE Producer(const SparseParams& p, SharedStorage& s) : params(p), shared(s), lane(threadIdx.x % 32) {
+        const int warp = threadIdx.x / 32 - kConsumers * kGroupThreads / 32;
+        tile_row = warp * kWarpRows + Packed::row_of(lane);
+        part = Packed::part_of(lane);
+        valid = address_of(shared.valid) + warp;
+        Descriptor::opaque(valid);  // or it is computed anew in every step, from a slow special register
+    }
 
     MDI_DEVICE const bf16* query(int item, int& num_heads) const {
         const int first_head = first_head_of(params, item);
@@ -210,8 +216,7 @@ struct Producer {
             for (int head = 0; head < 2; ++head) store_shared_v4(place.at(head, atom), to_key_order(v[head]));
         }
         ptx::fence_proxy_async();
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(address_of(&shared.q_full));
+        ptx::mbarrier_arrive(address_of(&shared.q_full));
         const int next = item + gridDim.x;
         if (next < num_items(params)) {
             int lines;
@@ -221,42 +226,114 @@ struct Producer {
         }
     }
 
+    // The rows of a warp in one step; rows that are not there count as compressed. The code is compiled for each.
+    enum class Rows { kWindow, kCompressed, kMixed };
+
+    // The fence between the stores and the wgmma that reads them is the consumer's.
+    MDI_DEVICE void arrive_full(int buffer, int quarter) const { ptx::mbarrier_arrive(address_of(&shared.full[buffer][quarter])); }
+
     // One quarter of the row's step, from registers to the K tile. Stored chunk by chunk: four of them at once leave too few registers.
     template <int kQuarter>
-    MDI_DEVICE void write_quarter(const LaneChunks& to, const Packed& packed, const LaneRow& row, int part, int buffer) const {
-        const uint32_t offset = buffer * kTileBytes + 2 * kQuarter * kAtomBytes;
-        if (row.window) {
+    MDI_DEVICE void write_quarter(bool window, const uint32_t (&to)[4], const Packed& packed) const {
+        constexpr uint32_t kOffset = 2 * kQuarter * kAtomBytes;
+        if (window) {
 #pragma unroll
             for (int atom = 0; atom < 2; ++atom) {
                 uint4 chunks[2];
                 expand_codes(packed.codes[atom], packed.scales[kQuarter % 2] >> (8 * (2 * atom + part % 2)) & 0xffu, chunks[0], chunks[1]);
-                store_shared_v4(to.window + offset + atom * kAtomBytes, chunks[0]);
-                store_shared_v4((to.window ^ 16) + offset + atom * kAtomBytes, chunks[1]);
+                store_shared_v4(to[0] + kOffset + atom * kAtomBytes, chunks[0]);
+                store_shared_v4(to[1] + kOffset + atom * kAtomBytes, chunks[1]);
             }
         } else {
             const uint4& v = packed.codes[kQuarter % 2];
             uint32_t factor[2];
             fp4_factors(packed.scales[kQuarter % 2], factor);
-            store_shared_v4(to.compressed + offset, expand_nibbles(v.x, factor[0]));
-            store_shared_v4((to.compressed ^ 16) + offset, expand_nibbles(v.y, factor[0]));
-            store_shared_v4((to.compressed ^ 32) + offset, expand_nibbles(v.z, factor[1]));
-            store_shared_v4((to.compressed ^ 48) + offset, expand_nibbles(v.w, factor[1]));
+            store_shared_v4(to[0] + kOffset, expand_nibbles(v.x, factor[0]));
+            store_shared_v4(to[1] + kOffset, expand_nibbles(v.y, factor[0]));
+            store_shared_v4(to[2] + kOffset, expand_nibbles(v.z, factor[1]));
+            store_shared_v4(to[3] + kOffset, expand_nibbles(v.w, factor[1]));
         }
-        uint8_t valid = 0;
-        if (kQuarter == kQuarters - 1) valid = valid_rows(row);
-        __syncwarp();
-        // The fence between these stores and the wgmma that reads them is the consumer's.
-        if (lane == 0) {
-            if (kQuarter == kQuarters - 1) reinterpret_cast<uint8_t*>(shared.valid[buffer])[warp] = valid;
-            ptx::mbarrier_arrive(address_of(&shared.full[buffer][kQuarter]));
+    }
+
+    template <int kQuarter>
+    MDI_DEVICE void take(Packed& packed, bool window, const LaneRow& row) const {
+        if (window) {
+            const uint32_t at = packed.quarter_at(kQuarter, part);
+            packed.take_window<kQuarter>(at, at + 64);
+        } else if (kQuarter % 2 == 0) {
+            packed.take_compressed<kQuarter / 2 * 2>(row.any(), part);
         }
+    }
+
+    // Fills the K tile of step b and starts the copies of the next rows. Groups of copies that may be under way, oldest first: a
+    // compressed row or a window row's first quarter, its second, Q (in an item's first step), its third and fourth.
+    template <Rows kRows>
+    MDI_DEVICE void fill(const LaneChunks& chunks, Packed& packed, const LaneRow& row, const LaneRow& next_row, int b, bool is_first,
+                         int item) const {
+        const int buffer = b & 1;
+        const uint32_t parity = (b >> 1 & 1) ^ 1;
+        const bool window = kRows == Rows::kWindow || (kRows == Rows::kMixed && row.window);
+        const uint32_t first = (window ? chunks.window : chunks.compressed) + buffer * kTileBytes;
+        const uint32_t to[4] = {first, first ^ 16, first ^ 32, first ^ 48};
+        const bool next_windows = __all_sync(~0u, next_row.window);
+        if (kRows == Rows::kCompressed) {
+            Packed::wait<0>();
+        } else if (is_first) {
+            Packed::wait<2>();
+        } else {
+            Packed::wait<1>();
+        }
+        take<0>(packed, window, row);
+        if (kRows != Rows::kCompressed) packed.start_quarter<2>(params, row, part);
+        ptx::mbarrier_wait(address_of(&shared.empty[buffer][0]), parity);
+        write_quarter<0>(window, to, packed);
+        arrive_full(buffer, 0);
+        if (kRows != Rows::kCompressed) {
+            if (is_first) {
+                ptx::cp_async_wait<2>();
+            } else {
+                ptx::cp_async_wait<1>();
+            }
+            take<1>(packed, window, row);
+            packed.start_quarter<3>(params, row, part);
+        }
+        write_quarter<1>(window, to, packed);
+        arrive_full(buffer, 1);
+        if (kRows != Rows::kCompressed) {
+            ptx::cp_async_wait<1>();
+            if (is_first) finish_query(item);
+        }
+        take<2>(packed, window, row);
+        if (kRows == Rows::kCompressed) {
+            packed.start(params, next_row, part);
+        } else if (next_windows) {
+            __syncwarp();  // every lane has read the scales
+            packed.start_quarter<0>(params, next_row, part);
+        } else {
+            ptx::cp_async_commit();
+        }
+        ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
+        write_quarter<2>(window, to, packed);
+        arrive_full(buffer, 2);
+        if (kRows != Rows::kCompressed) {
+            ptx::cp_async_wait<1>();
+            take<3>(packed, window, row);
+            if (next_windows) {
+                packed.start_quarter<1>(params, next_row, part);
+            } else {
+                packed.start(params, next_row, part);
+            }
+        }
+        write_quarter<3>(window, to, packed);
+        const uint8_t rows = valid_rows(row);
+        if (lane == 0) store_shared_u8(valid + buffer * sizeof(shared.valid[0]), rows);
+        arrive_full(buffer, kQuarters - 1);
     }
 
     MDI_DEVICE void run() {
         Cursor at(params, blockIdx.x);
         if (at.done(params)) return;
-        const int tile_row = warp * kWarpRows + Packed::row_of(lane), part = Packed::part_of(lane);
-        Packed packed(shared.packed[warp], tile_row, lane);
+        Packed packed(shared.packed[tile_row / kWarpRows], lane);
         const LaneChunks to(address_of(shared.k[0]), tile_row, part);
         // Three steps are under way: one in registers, the next one's rows being copied, row numbers of the one after that.
         LaneRow row, next_row;
@@ -271,42 +348,16 @@ struct Producer {
 
         int item_count = 0;
         for (int b = 0; item < num_items(params); ++b) {
-            const int buffer = b & 1;
             if (is_first) start_query(item, item_count++);
             at.advance(params);
             const int idx_ahead = load_index(params, at, tile_row);
-
-            // Does the warp have window rows; may the next rows come in when the first half of these is taken?
-            const bool windows = __any_sync(~0u, row.window), only_windows = __all_sync(~0u, row.window || !row.any());
-            const uint32_t parity = (b >> 1 & 1) ^ 1, tile = address_of(shared.k[buffer]);
-            if (is_first) {
-                Packed::wait<1>();  // Q came after
+            if (!is_first && __all_sync(~0u, !row.window)) {
+                fill<Rows::kCompressed>(to, packed, row, next_row, b, is_first, item);
+            } else if (__all_sync(~0u, row.window)) {
+                fill<Rows::kWindow>(to, packed, row, next_row, b, is_first, item);
             } else {
-                Packed::wait<0>();
+                fill<Rows::kMixed>(to, packed, row, next_row, b, is_first, item);
             }
-            packed.take<0>(row, part, tile);
-            ptx::mbarrier_wait(address_of(&shared.empty[buffer][0]), parity);
-            if (windows) {
-                ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
-                packed.start_second(params, row, part, tile);
-            }
-            write_quarter<0>(to, packed, row, part, buffer);
-            packed.take<1>(row, part, tile);
-            if (only_windows) packed.start(params, next_row, part);
-            write_quarter<1>(to, packed, row, part, buffer);
-            if (only_windows) {
-                Packed::wait<1>();  // the next rows came after
-            } else if (windows || is_first) {
-                Packed::wait<0>();
-            }
-            if (is_first) finish_query(item);
-            packed.take<2>(row, part, tile);
-            if (!only_windows) packed.start(params, next_row, part);
-            ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
-            write_quarter<2>(to, packed, row, part, buffer);
-            packed.take<3>(row, part, tile);
-            __syncwarp();  // the second half of every window row is taken
-            write_quarter<3>(to, packed, row, part, buffer);
             row = next_row;
             item = next_item;
             is_first = next_is_first;
@@ -333,10 +384,7 @@ struct Consumer {
         row = threadIdx.x / 32 % 4 * 16 + lane / 4;
     }
 
-    MDI_DEVICE void arrive(const uint64_t& barrier) const {
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(address_of(&barrier));
-    }
+    MDI_DEVICE static void arrive(const uint64_t& barrier) { ptx::mbarrier_arrive(address_of(&barrier)); }
 
     // Takes over a new running maximum: rescales what was summed under the old one. O holds nothing before an item's first
     // product (`started`), which overwrites it.
@@ -357,8 +405,7 @@ struct Consumer {
 
     // The other consumer's step b: waits for its P, adjusts to its maximum and starts O += P V.
     MDI_DEVICE void start_other(int b, bool started) {
-        ptx::mbarrier_wait(address_of(&shared.p_ready[other]), b >> 1 & 1);
-        ptx::fence_proxy_async();
+        ptx::mbarrier_wait(address_of(&shared.p_ready[other]), b >> 1 & 1);  // after its fences for P and the tile
         const float new_max[2] = {shared.row_max[other][row], shared.row_max[other][row + 8]};
         rescale(new_max, started);
         const Descriptor p(shared.p[other], 16), v = values(other);
@@ -380,7 +427,7 @@ struct Consumer {
 #pragma unroll
         for (int quarter = kFirst; quarter < kEnd; ++quarter) {
             ptx::mbarrier_wait(address_of(&shared.full[group][quarter]), b >> 1 & 1);
-            ptx::fence_proxy_async();  // the producer's stores to K, for the wgmma of both consumers (p_ready orders the other)
+            ptx::fence_proxy_async();  // the producers' stores to K, for the wgmma of both consumers
             if (quarter == 0) fence_registers(s);
             wgmma_fence();
 #pragma unroll
@@ -428,48 +475,35 @@ struct Consumer {
         fence_registers(o[1]);
     }
 
-    // When a consumer adds the values of the other's step b - 1: not at all (b is the first of the item), before its own
-    // scores, or after them. A template argument, because ptxas serialises wgmma groups that are open across a branch.
-    enum class Other { kNone, kBefore, kAfter };
-
-    // The consumer's own step b. started: O holds something when the other's step b - 1 comes. is_last: of its own;
-    // keep_tile: of the item, whose tile `store` still wants.
-    template <Other kWhen>
+    // The consumer's own step b. kAlone: the item's first, without one of the other before it. started: O holds something when the
+    // other's step b - 1 comes. is_last: of its own; keep_tile: of the item, whose tile `store` still wants.
+    // kAlone is a template argument, because ptxas serialises wgmma groups that are open across a branch.
+    template <bool kAlone>
     MDI_DEVICE void own_step(int b, bool started, bool is_last, bool keep_tile) {
         float s[kSlots / 2], new_max[2], part[2];
         uint32_t p[kSlots / 4];
-        if constexpr (kWhen == Other::kBefore) {
-            start_other(b - 1, started);
-            start_scores<0, 2>(s, b);
+        start_scores<0, 2>(s, b);
+        if constexpr (!kAlone) start_other(b - 1, started);
+        start_scores<2, 4>(s, b);
+        const uint32_t valid_low = shared.valid[group][0], valid_high = shared.valid[group][1];
+        if constexpr (!kAlone) {
             wgmma_wait<2>();
             arrive(shared.empty[other][group]);
-            start_scores<2, 4>(s, b);
-            wgmma_wait<0>();
-        } else if constexpr (kWhen == Other::kAfter) {
-            start_scores<0, 4>(s, b);
-            start_other(b - 1, started);
-            wgmma_wait<1>();
-        } else {
-            start_scores<0, 4>(s, b);
-            wgmma_wait<0>();
         }
+        wgmma_wait<0>();
         fence_registers(s);
         if (is_last) arrive(shared.q_empty);
-        const float scale = mask_scores(s, params.softmax_scale, shared.valid[group][0], shared.valid[group][1], lane, new_max);
+        const float scale = mask_scores(s, params.softmax_scale, valid_low, valid_high, lane, new_max);
         new_max[0] = next_max(m[0], new_max[0]);
         new_max[1] = next_max(m[1], new_max[1]);
         exponentiate(s, scale, new_max, part, p);
-        if constexpr (kWhen == Other::kAfter) {  // the producers want the tile before the other consumer wants P
-            wgmma_wait<0>();
-            arrive(shared.empty[other][group]);
-        }
         publish(p, new_max);
         fence_registers(o[0]);
         fence_registers(o[1]);
-        rescale(new_max, kWhen != Other::kNone);
+        rescale(new_max, !kAlone);
         sum[0] += part[0];
         sum[1] += part[1];
-        own_values(p, kWhen != Other::kNone);
+        own_values(p, !kAlone);
         if (!keep_tile) arrive(shared.empty[group][group]);
     }
 
@@ -479,18 +513,14 @@ struct Consumer {
         sum[0] = sum[1] = 0.f;
         bool started = false;
         if (((b ^ group) & 1) == 0) {
-            own_step<Other::kNone>(b, false, b + 2 > last, b == last);
+            own_step<true>(b, false, b + 2 > last, b == last);
             started = true;
             b += 2;
         } else {
             if (b == last) arrive(shared.q_empty);  // no step of its own
             ++b;
         }
-        if (group == 0) {
-            for (; b <= last; b += 2, started = true) own_step<Other::kBefore>(b, started, b + 2 > last, b == last);
-        } else {
-            for (; b <= last; b += 2, started = true) own_step<Other::kAfter>(b, started, b + 2 > last, b == last);
-        }
+        for (; b <= last; b += 2, started = true) own_step<false>(b, started, b + 2 > last, b == last);
         if (((last ^ group) & 1) != 0) {
             start_other(last, started);
             finish_other();
@@ -670,14 +700,14 @@ template <Output kOutput>
 __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_constant__ SparseParams params) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0) {  // every thread arrives: no warp barrier before, and racecheck follows it
         for (int i = 0; i < 2; ++i) {
-            for (uint64_t& full : shared.full[i]) ptx::mbarrier_init(address_of(&full), kProducerWarps);  // a lane of each
-            for (uint64_t& empty : shared.empty[i]) ptx::mbarrier_init(address_of(&empty), 4);      // a lane of each warp of the consumer
-            ptx::mbarrier_init(address_of(&shared.p_ready[i]), 4);         // a lane of each warp of consumer i
+            for (uint64_t& full : shared.full[i]) ptx::mbarrier_init(address_of(&full), kProducerThreads);
+            for (uint64_t& empty : shared.empty[i]) ptx::mbarrier_init(address_of(&empty), kGroupThreads);
+            ptx::mbarrier_init(address_of(&shared.p_ready[i]), kGroupThreads);
         }
-        ptx::mbarrier_init(address_of(&shared.q_full), kProducerWarps);    // a lane of each
-        ptx::mbarrier_init(address_of(&shared.q_empty), 8);
+        ptx::mbarrier_init(address_of(&shared.q_full), kProducerThreads);
+        ptx::mbarrier_init(address_of(&shared.q_empty), kConsumers * kGroupThreads);
         ptx::fence_mbarrier_init();
     }
     if (kOutput == Output::kPlain && static_cast<int>(threadIdx.x) < min_of(params.num_heads, kHeads)) {

@@ -105,6 +105,10 @@ MDI_DEVICE void store_shared_v4(uint32_t address, const uint4& v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+MDI_DEVICE void store_shared_u8(uint32_t address, uint32_t v) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
 MDI_DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 // ---- items ---------------------------------------------------------------------------------------------------------
@@ -179,15 +183,14 @@ MDI_DEVICE void expand_codes(const uint4& codes, uint32_t scale, uint4& low, uin
 }
 
 // A warp's packed bytes: eight rows, copied asynchronously to shared memory and taken from there to registers as they are expanded,
-// so that the next rows are on their way meanwhile. Lane l expands row l / 2 % 8 with three other lanes: of four units of 16 bytes
+// so that the next ones are on their way meanwhile. Lane l expands row l / 2 % 8 with three other lanes: of four units of 16 bytes
 // each takes one, so that eight neighbouring lanes (four rows, two units) hit all banks, here and in the tile.
 //   compressed: unit `part` of each 64 bytes = 32 columns = four chunks of atom 2 * quarter + part / 2
 //   window: unit window_unit(part) of each 64 bytes = 16 columns = two chunks of an atom
-// A compressed row (288 bytes) fits the warp's buffer. A window row does not: its second half goes to the last two atoms of the K
-// tile, which are written last.
+// The buffer holds a compressed row (288 bytes), or two quarters of a window row and its scales. A lane copies the codes that it takes
+// itself; the scales are for all four.
 struct Packed {
     uint32_t lane_slot;          // the lane's row in the warp's buffer
-    uint32_t second;             // where the lane's unit of the second half of a window row lies in a K tile
     uint4 codes[2];              // compressed: of two quarters; window: two atoms of one
     uint32_t scales[2];          // compressed: two bytes a quarter; window: the eight of a half
     uint32_t second_scales[2];
@@ -197,36 +200,39 @@ struct Packed {
     MDI_DEVICE static int window_unit(int part) { return part % 2 * 2 + part / 2; }
 
     // staged: kPackedWarpBytes of this warp
-    MDI_DEVICE Packed(const void* staged, int tile_row, int lane)
-        : lane_slot(address_of(staged) + row_of(lane) * kPackedPitch),
-          second((kAtoms - 2) * kAtomBytes + atom_offset(tile_row, window_unit(part_of(lane)))) {}
+    MDI_DEVICE Packed(const void* staged, int lane) : lane_slot(address_of(staged) + row_of(lane) * kPackedPitch) {}
 
-    // Starts the copies of a compressed row or of the first half of a window row, and all scales, as one group; all lanes. A
-    // skipped row is not read.
-    MDI_DEVICE void start(const SparseParams& params, const LaneRow& from, int part) const {
-        __syncwarp();  // every lane has read what is overwritten
-        const uint32_t to = lane_slot + part * 16;
-        if (from.any()) {
-            const uint8_t* bytes = from.window ? params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes
-                                               : params.compressed + static_cast<int64_t>(from.idx) * kCompressedRowBytes;
-            bytes += part * 16;
+    // Starts the copies of a compressed row; a window row or one that is not there is left alone. The first scales, so that no copy
+    // waits for the address of another.
+    MDI_DEVICE void start_compressed(const SparseParams& params, const LaneRow& from, int part) const {
+        if (from.any() && !from.window) {
+            const uint8_t* bytes = params.compressed + (static_cast<int64_t>(from.idx) * kCompressedRowBytes + part * 16);
+            const uint32_t to = lane_slot + part * 16;
+            if (part < 2) ptx::cp_async_16(to + 256, bytes + 256);
 #pragma unroll
             for (int i = 0; i < 4; ++i) ptx::cp_async_16(to + 64 * i, bytes + 64 * i);
-            // Scales: 32 bytes behind the 256 codes of a compressed row, 16 behind the 512 of a window row
-            if (part < (from.window ? 1 : 2)) ptx::cp_async_16(to + 256, bytes + (from.window ? kHeadDim : 256));
         }
-        ptx::cp_async_commit();
     }
-    // The second half of a window row; every lane copies what it takes itself. The last two atoms of the tile must be free.
-    MDI_DEVICE void start_second(const SparseParams& params, const LaneRow& from, int part, uint32_t tile) const {
+    // Starts the copies of a quarter of a window row, as one group; the first with the scales
+    template <int kQuarter>
+    MDI_DEVICE void start_quarter(const SparseParams& params, const LaneRow& from, int part) const {
         if (from.window) {
-            const uint8_t* bytes = params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes + kHeadDim / 2 + window_unit(part) * 16;
+            const uint8_t* bytes = params.window + (static_cast<int64_t>(from.idx) * kWindowRowBytes + window_unit(part) * 16);
+            if (kQuarter == 0 && part == 0) ptx::cp_async_16(lane_slot + 256, bytes + kHeadDim);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) ptx::cp_async_16(second_at(tile, i), bytes + 64 * i);
+            for (int i = 0; i < 2; ++i) ptx::cp_async_16(quarter_at(kQuarter, part) + i * 64, bytes + kQuarter * 128 + i * 64);
         }
         ptx::cp_async_commit();
     }
-    MDI_DEVICE uint32_t second_at(uint32_t tile, int i) const { return ((tile + second) ^ (i % 2 * 64)) + i / 2 * kAtomBytes; }
+    // Where the lane's first unit of a quarter of a window row lies; the second is 64 bytes on.
+    MDI_DEVICE uint32_t quarter_at(int quarter, int part) const { return lane_slot + window_unit(part) * 16 + quarter % 2 * 128; }
+    // A row that fits, or the first half of a window row, as two groups; all lanes
+    MDI_DEVICE void start(const SparseParams& params, const LaneRow& from, int part) const {
+        __syncwarp();  // every lane has read what is overwritten
+        start_compressed(params, from, part);
+        start_quarter<0>(params, from, part);
+        start_quarter<1>(params, from, part);
+    }
 
     // All lanes: the copies of all but the latest kPending groups are there.
     template <int kPending>
@@ -234,26 +240,24 @@ struct Packed {
         ptx::cp_async_wait<kPending>();
         __syncwarp();
     }
-    // The lane's bytes for a quarter, and for the next one if it is even and the row compressed
+    // The lane's bytes of a quarter of a window row, from two addresses, and the scales if it is the first
     template <int kQuarter>
-    MDI_DEVICE void take(const LaneRow& from, int part, uint32_t tile) {
-        if (from.window) {
-            const uint32_t unit = lane_slot + window_unit(part) * 16;
+    MDI_DEVICE void take_window(uint32_t first, uint32_t second) {
+        codes[0] = load_shared_v4(first);
+        codes[1] = load_shared_v4(second);
+        if (kQuarter == 0) {
+            load_shared_v2(lane_slot + 256, scales[0], scales[1]);
+            load_shared_v2(lane_slot + 256 + 8, second_scales[0], second_scales[1]);
+        }
+        if (kQuarter == 2) scales[0] = second_scales[0], scales[1] = second_scales[1];
+    }
+    // The lane's bytes of a quarter of a compressed row and of the next quarter; kQuarter is even.
+    template <int kQuarter>
+    MDI_DEVICE void take_compressed(bool any, int part) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                codes[i] = load_shared_v4(kQuarter < 2 ? unit + (2 * kQuarter + i) * 64 : second_at(tile, 2 * kQuarter - 4 + i));
-            }
-            if (kQuarter == 0) {
-                load_shared_v2(lane_slot + 256, scales[0], scales[1]);
-                load_shared_v2(lane_slot + 256 + 8, second_scales[0], second_scales[1]);
-            }
-            if (kQuarter == 2) scales[0] = second_scales[0], scales[1] = second_scales[1];
-        } else if (kQuarter % 2 == 0) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                codes[i] = load_shared_v4(lane_slot + 16 * part + 64 * (kQuarter + i));
-                scales[i] = from.any() ? load_shared_u16(lane_slot + 256 + 2 * part + 8 * (kQuarter + i)) : 0;  // any code times 0 is 0
-            }
+        for (int i = 0; i < 2; ++i) {
+            codes[i] = load_shared_v4(lane_slot + 16 * part + 64 * (kQuarter + i));
+            scales[i] = any ? load_shared_u16(lane_slot + 256 + 2 * part + 8 * (kQuarter + i)) : 0;  // any code times 0 is 0
         }
     }
 };

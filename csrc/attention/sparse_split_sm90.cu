@@ -50,6 +50,25 @@ MDI_DEVICE void store_remote(uint32_t address, int rank, Value v) {
     ptx::store_cluster(ptx::map_to_rank(address, rank), v);
 }
 
+// The second half of a window row, for which the warp's buffer has no room: it waits in the last two atoms of the K tile, which are
+// written last. Every lane copies what it takes itself.
+struct SecondHalf {
+    uint32_t at;  // the lane's unit of the first 64 bytes
+
+    MDI_DEVICE SecondHalf(uint32_t tile, int tile_row, int part)
+        : at(tile + (kAtoms - 2) * kAtomBytes + atom_offset(tile_row, Packed::window_unit(part))) {}
+    MDI_DEVICE uint32_t unit(int i) const { return (at ^ (i % 2 * 64)) + i / 2 * kAtomBytes; }
+    MDI_DEVICE void start(const SparseParams& params, const LaneRow& from, int part) const {
+        if (from.window) {
+            const uint8_t* bytes =
+                params.window + static_cast<int64_t>(from.idx) * kWindowRowBytes + kHeadDim / 2 + Packed::window_unit(part) * 16;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) ptx::cp_async_16(unit(i), bytes + 64 * i);
+        }
+        ptx::cp_async_commit();
+    }
+};
+
 template <Output kOutput>
 struct Block {
     const SparseParams& params;
@@ -110,6 +129,17 @@ struct Block {
     }
 
     template <int kQuarter>
+    MDI_DEVICE static void take(Packed& packed, const SecondHalf& second, const LaneRow& row, int part) {
+        if (row.window) {
+            const uint32_t first = packed.quarter_at(kQuarter, part);
+            packed.take_window<kQuarter>(kQuarter < 2 ? first : second.unit(2 * kQuarter - 4),
+                                         kQuarter < 2 ? first + 64 : second.unit(2 * kQuarter - 3));
+        } else if (kQuarter % 2 == 0) {
+            packed.take_compressed<kQuarter / 2 * 2>(row.any(), part);
+        }
+    }
+
+    template <int kQuarter>
     MDI_DEVICE void write_quarter(const Packed& packed, const LaneRow& row, int part, const LaneChunks& to) const {
         uint4 chunks[4];
         expand_quarter<kQuarter>(packed, row, part, chunks);
@@ -125,11 +155,11 @@ struct Block {
     // next_row: in and out, this lane's row of the step and of the one in the next round, whose bytes are fetched to L2 early
     MDI_DEVICE void expand(int step, bool with_query, LaneRow& next_row) {
         const int part = Packed::part_of(lane), tile_row = warp * kWarpRows + Packed::row_of(lane);
-        Packed packed(shared.packed[warp], tile_row, lane);
-        const uint32_t keys = address_of(shared.keys);
+        Packed packed(shared.packed[warp], lane);
         const LaneRow row = with_query ? row_of_step(step, tile_row) : next_row;
+        const SecondHalf second(address_of(shared.keys), tile_row, part);
         packed.start(params, row, part);
-        packed.start_second(params, row, part, keys);
+        second.start(params, row, part);
         next_row = row_of_step(step + kRanks, tile_row);
         if (with_query) load_query();
         if (next_row.any()) {
@@ -140,13 +170,13 @@ struct Block {
         const LaneChunks to(0, tile_row, part);
         Packed::wait<0>();
         if (with_query) ptx::cluster_wait();  // all blocks have started
-        packed.take<0>(row, part, keys);
+        take<0>(packed, second, row, part);
         write_quarter<0>(packed, row, part, to);
-        packed.take<1>(row, part, keys);
+        take<1>(packed, second, row, part);
         write_quarter<1>(packed, row, part, to);
-        packed.take<2>(row, part, keys);
+        take<2>(packed, second, row, part);
         write_quarter<2>(packed, row, part, to);
-        packed.take<3>(row, part, keys);
+        take<3>(packed, second, row, part);
         __syncwarp();  // the second half of every window row is taken
         write_quarter<3>(packed, row, part, to);
         const uint8_t valid = valid_rows(row);

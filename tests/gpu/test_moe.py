@@ -453,6 +453,30 @@ def test_combine(cuda: torch.device, tokens: int, k: int, n: int, out_dtype: tor
     assert torch.equal(out.cpu(), wanted)
 
 
+@pytest.mark.parametrize(
+    "tokens, k, n, num_parts, rank, with_shared",
+    [(1, 1, 8, 0, 0, True), (33, 6, 5120, 3, 1, True), (70, 6, 1288, 2, 2, False), (7, 32, 9216, 7, 0, True), (0, 6, 64, 3, 3, True)],
+)
+def test_combine_parts(cuda: torch.device, tokens: int, k: int, n: int, num_parts: int, rank: int, with_shared: bool) -> None:
+    """The bits of two passes: this rank's sums as another row, then all ranks' in rank order."""
+    g = generator(tokens + n)
+    slots = tokens * k
+    rows = torch.randperm(2 * slots + 1, generator=g)[:slots].view(tokens, k).int()
+    rows[torch.rand(tokens, k, generator=g) < 0.6] = -1
+    y = torch.full((2 * slots + 1, n), float("nan"), dtype=torch.bfloat16)
+    live = rows[rows >= 0].long()
+    y[live] = normal(g, live.numel(), n)
+    parts = normal(g, num_parts * tokens, n).view(num_parts, tokens, n)
+    shared = normal(g, tokens, n) if with_shared else None
+    out = moe.combine_parts(y.to(cuda), rows.to(cuda), parts.to(cuda), rank, None if shared is None else shared.to(cuda), impl="portable")
+    assert_bitwise(out.cpu(), reference.combine_parts(y, rows, parts, rank, shared))
+    own = moe.combine(y.to(cuda), rows.to(cuda), None, torch.bfloat16).cpu()
+    stacked = torch.stack([*parts[:rank], own, *parts[rank:]])
+    order = torch.arange(len(stacked) * tokens, dtype=torch.int32).view(len(stacked), tokens).t().contiguous()
+    two = moe.combine(stacked.flatten(0, 1).to(cuda), order.to(cuda), None if shared is None else shared.to(cuda), torch.bfloat16)
+    assert_bitwise(out, two)
+
+
 # -- route -----------------------------------------------------------------------------------------------------------
 
 
@@ -615,6 +639,14 @@ def test_experts_end_to_end(cuda: torch.device, world: int) -> None:
     for impl in GEMM_IMPLS if world == 1 else ():
         if _dispatch.why_not("moe.grouped_gemm", impl, cuda) is None:
             assert_bitwise(run_fused(impl, True), run_fused(impl, False), f"experts ({impl})")
+
+    if world == 1 and _dispatch.select("moe.grouped_gemm", codes.to(cuda), compute_dtype=torch.bfloat16) == "sm90":
+        ids, weights = (t.to(cuda) for t in reference.route(x, gate, bias, k, 1.5))
+        outs = moe.dispatch(ids, weights, 0, experts)
+        folded = elementwise.act_quant_folded(x.to(cuda))
+        weights_of_experts = [t.to(cuda) for t in (w13, w13_scale, w2, w2_scale)]
+        y = moe.experts(*folded, *weights_of_experts, outs[2], outs[3], outs[4], 10.0, row_of_slot=outs[0])
+        assert_bitwise(y[: int(outs[2][-1])], run_fused("sm90", True), "tokens folded before they are placed")
 
     difference = (run(cuda, "portable").cpu() - run("cpu", "reference")).abs()
     assert float(difference.max()) < 0.02 * float(run("cpu", "reference").abs().max())
