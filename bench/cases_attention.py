@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from bench.shapes import CONTEXT_TOKENS, RELEASED, STEP_TOKENS, Case, strata_rows
 from mini_deepinfer.ops import attention, elementwise
-from mini_deepinfer.ops._dispatch import IMPLEMENTATIONS
+from mini_deepinfer.ops._dispatch import IMPLEMENTATIONS, why_not
 from mini_deepinfer.ops.reference import attention as reference
 
 HEADS, DIM, WINDOW = 64, 512, 128
@@ -17,6 +18,7 @@ SCALE = DIM**-0.5
 WINDOW_BYTES, COMPRESSED_BYTES = DIM + DIM // 32, DIM // 2 + DIM // 16
 PICK_POOL = CONTEXT_TOKENS // 2  # model-like picks come from the rows before the window's part of the pool
 CHECKED_TOKENS = 4
+ROPE_SHAPES = ((STEP_TOKENS, 512), (STEP_TOKENS, 0), (256, 512), (8, 512))
 MAX_ERROR = 4e-3  # two bf16 steps at |o| < 0.5, which holds for these inputs
 
 Make = Callable[[torch.device], dict[str, Any]]
@@ -100,6 +102,48 @@ def sparse_case(tokens: int, picks: int, kind: str) -> Case:
         bytes=4.0 * tokens * HEADS * DIM + rows + used * COMPRESSED_BYTES + 4.0 * tokens * lanes,
         impls=IMPLEMENTATIONS["attention.sparse"],
     )
+
+
+def sparse_rope_case(tokens: int, picks: int, quantises: bool) -> Case:
+    """Sparse attention as the model calls it: rotated queries, output without its rotation, quantised for an FP8 `wo_a` or not."""
+    plain, groups, rope_dim = sparse_case(tokens, picks, "model"), RELEASED.o_groups, RELEASED.qk_rope_head_dim
+    op = "sparse_rope_quant" if quantises else "sparse_rope"
+
+    def make(device: torch.device) -> dict[str, Any]:
+        inputs = plain.make(device)
+        angle = 6.28 * torch.rand(tokens, rope_dim // 2, generator=torch.Generator(device).manual_seed(7), device=device)
+        inputs["positions"] = torch.arange(tokens, dtype=torch.int32, device=device)
+        inputs["table"] = torch.stack((angle.cos(), angle.sin()), -1)
+        return inputs
+
+    def run(inputs: dict[str, Any], impl: str) -> tuple[torch.Tensor, ...]:
+        operands = {name: value for name, value in inputs.items() if name != "out"} | {"softmax_scale": SCALE, "impl": impl}
+        if quantises:
+            return attention.sparse_rope_quant(**operands, groups=groups, folded=True)
+        return (attention.sparse_rope(**operands, out=inputs["out"]),)
+
+    def check(inputs: dict[str, Any], out: tuple[torch.Tensor, ...]) -> float:
+        """Every implementation bit for bit against the separate ops. Runs them anew: the timed ones may have rotated their q in place."""
+        rotation = {name: inputs[name] for name in ("positions", "table")}
+        wrong = 0
+        for impl in IMPLEMENTATIONS["attention.sparse"]:
+            if why_not("attention.sparse", impl, out[0].device):
+                continue
+            got = run({**inputs, "q": inputs["q"].clone(), "out": torch.empty_like(inputs["q"])}, impl)
+            o = run_sparse({**inputs, "q": elementwise.rope(inputs["q"], **rotation), "out": torch.empty_like(inputs["q"])}, impl)
+            if quantises:
+                wanted = elementwise.rope_quant(o, **rotation, groups=groups, inverse=True, folded=True)
+            else:
+                wanted = (elementwise.rope(o, **rotation, inverse=True),)
+            wrong += sum(int((a.contiguous().view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in zip(got, wanted))
+        if wrong:
+            raise ValueError(f"{wrong} bytes differ")
+        return 0.0
+
+    return replace(
+        plain, op=f"attention.{op}", make=make, run=run, check=check,
+        bytes=plain.bytes - (1.0 if quantises else 0.0) * tokens * HEADS * DIM + tokens * rope_dim * 4.0,
+    )  # fmt: skip
 
 
 def write_case(op: str, tokens: int, row_bytes: int) -> Case:
@@ -195,6 +239,7 @@ CASES: list[Case] = [
     *(sparse_case(tokens, 512, kind) for tokens in (STEP_TOKENS, 256) for kind in ("model", "random")),
     *(sparse_case(tokens, 0, "model") for tokens in (STEP_TOKENS, 256)),
     *(sparse_case(tokens, 512, "model") for tokens in (8, 1)),
+    *(sparse_rope_case(tokens, picks, quantises) for tokens, picks in ROPE_SHAPES for quantises in (False, True)),
     write_case("write_window", STEP_TOKENS, WINDOW_BYTES),
     normed_window_case(STEP_TOKENS),
     write_case("write_compressed", STEP_TOKENS, COMPRESSED_BYTES),

@@ -51,6 +51,15 @@ struct CompressParams {
     cudaStream_t stream;
 };
 
+// Rotary embedding around sparse attention: the last rope_dim columns of every head of q and, inversely, of the output.
+struct SparseRotary {
+    const int32_t* positions;  // [T]; nullptr: none
+    const float* table;        // [P, R/2, 2]: cos, sin, 16-byte aligned
+    int rope_dim;              // R, a multiple of 8 up to kMaxRopeDim
+};
+constexpr int kMaxRopeDim = 64;
+constexpr int kCodeHeads = 8;  // heads of a row of SparseParams::codes
+
 struct SparseParams {
     int num_tokens;                 // T
     int num_heads;                  // H, a multiple of 4, at most kMaxHeads
@@ -67,7 +76,10 @@ struct SparseParams {
     const int32_t* compressed_idx;  // [T, K] or nullptr
     const int32_t* compressed_len;  // [T] or nullptr (= K): lanes at or past it are ignored whatever they hold
     const float* sink;              // [H], a scaled logit, only in the denominator
-    __nv_bfloat16* out;             // [T, H, 512], contiguous
+    SparseRotary rotary;            // Hopper kernels only
+    __nv_bfloat16* out;             // [T, H, 512], contiguous; nullptr: codes
+    uint8_t* codes;                 // [H/8, T, 8 * 512] E4M3 of the rotated output, eight heads a row, folded; needs rotary, H % 8 == 0
+    float* row_scale;               // [H/8, T] of codes, powers of two
     cudaStream_t stream;
 };
 

@@ -24,6 +24,13 @@ inline void define_attention(Library& m) {
     m.def(
         "attention_sparse_sm90(Tensor q, Tensor window, Tensor window_idx, Tensor? compressed, Tensor? compressed_idx, "
         "Tensor? compressed_len, Tensor sink, float softmax_scale, Tensor(a!) out) -> ()");
+    m.def(
+        "attention_sparse_rope_sm90(Tensor q, Tensor window, Tensor window_idx, Tensor? compressed, Tensor? compressed_idx, "
+        "Tensor? compressed_len, Tensor sink, float softmax_scale, Tensor positions, Tensor table, Tensor(a!) out) -> ()");
+    m.def(
+        "attention_sparse_rope_quant_sm90(Tensor q, Tensor window, Tensor window_idx, Tensor? compressed, Tensor? compressed_idx, "
+        "Tensor? compressed_len, Tensor sink, float softmax_scale, Tensor positions, Tensor table, Tensor(a!) codes, "
+        "Tensor(b!) row_scale) -> ()");
 #endif
 }
 
@@ -138,7 +145,7 @@ inline void compress(const Tensor& kv, const OptionalTensor& score, const Option
 inline SparseParams sparse_params(const Tensor& q, const Tensor& window, const Tensor& window_idx,
                                   const OptionalTensor& compressed, const OptionalTensor& compressed_idx,
                                   const OptionalTensor& compressed_len, const Tensor& sink, double softmax_scale,
-                                  const Tensor& out, const DeviceScope& scope) {
+                                  const DeviceScope& scope) {
     constexpr const char* op = "attention.sparse";
     MDI_CHECK(op, q, q.dim() == 3, "must have three dimensions, got ", list_string(q.sizes()));
     const int64_t num_tokens = q.size(0), num_heads = q.size(1);
@@ -187,11 +194,6 @@ inline SparseParams sparse_params(const Tensor& q, const Tensor& window, const T
     MDI_CHECK_DTYPE(op, sink, ScalarType::Float);
     MDI_CHECK_SHAPE(op, sink, {"H", num_heads});
     MDI_CHECK_CONTIGUOUS(op, sink);
-    MDI_CHECK_DEVICE(op, out, scope.device);
-    MDI_CHECK_DTYPE(op, out, ScalarType::BFloat16);
-    MDI_CHECK_SHAPE(op, out, {"T", num_tokens}, {"H", num_heads}, {"D", kHeadDim});
-    MDI_CHECK_CONTIGUOUS(op, out);
-    MDI_CHECK_ALIGN(op, out, 16);
     MDI_CHECK_INT32(op, num_tokens);
 
     SparseParams params = {};
@@ -210,9 +212,18 @@ inline SparseParams sparse_params(const Tensor& q, const Tensor& window, const T
     params.compressed_idx = num_picks > 0 ? data<const int32_t>(compressed_idx) : nullptr;
     params.compressed_len = num_picks > 0 ? data<const int32_t>(compressed_len) : nullptr;
     params.sink = data<const float>(sink);
-    params.out = data<__nv_bfloat16>(out);
     params.stream = scope.stream;
     return params;
+}
+
+inline void set_sparse_output(SparseParams& params, const Tensor& out, const DeviceScope& scope) {
+    constexpr const char* op = "attention.sparse";
+    MDI_CHECK_DEVICE(op, out, scope.device);
+    MDI_CHECK_DTYPE(op, out, ScalarType::BFloat16);
+    MDI_CHECK_SHAPE(op, out, {"T", params.num_tokens}, {"H", params.num_heads}, {"D", kHeadDim});
+    MDI_CHECK_CONTIGUOUS(op, out);
+    MDI_CHECK_ALIGN(op, out, 16);
+    params.out = data<__nv_bfloat16>(out);
 }
 
 template <void (*kLaunch)(const SparseParams&)>
@@ -220,8 +231,63 @@ inline void sparse(const Tensor& q, const Tensor& window, const Tensor& window_i
                    const OptionalTensor& compressed_idx, const OptionalTensor& compressed_len, const Tensor& sink,
                    double softmax_scale, const Tensor& out) {
     const DeviceScope scope(q);
-    kLaunch(sparse_params(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, out, scope));
+    SparseParams params = sparse_params(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, scope);
+    set_sparse_output(params, out, scope);
+    kLaunch(params);
 }
+
+#ifdef MDI_WITH_SM90
+inline void set_sparse_rotary(SparseParams& params, const Tensor& positions, const Tensor& table, const DeviceScope& scope) {
+    constexpr const char* op = "attention.sparse_rope";
+    MDI_CHECK_DEVICE(op, positions, scope.device);
+    MDI_CHECK_DTYPE(op, positions, ScalarType::Int);
+    MDI_CHECK_SHAPE(op, positions, {"T", params.num_tokens});
+    MDI_CHECK_CONTIGUOUS(op, positions);
+    MDI_CHECK(op, table, table.dim() == 3, "must be [P, R/2, 2], got ", list_string(table.sizes()));
+    const int64_t rope_dim = 2 * table.size(1);
+    MDI_CHECK_DEVICE(op, table, scope.device);
+    MDI_CHECK_DTYPE(op, table, ScalarType::Float);
+    MDI_CHECK_SHAPE(op, table, {"P", table.size(0)}, {"R/2", rope_dim / 2}, {"2", 2});
+    MDI_CHECK_CONTIGUOUS(op, table);
+    MDI_CHECK_ALIGN(op, table, 16);
+    MDI_CHECK(op, table, rope_dim % 8 == 0 && rope_dim <= kMaxRopeDim, "must have R a multiple of 8 up to ", kMaxRopeDim, ", got R=", rope_dim);
+    params.rotary = {data<const int32_t>(positions), data<const float>(table), static_cast<int>(rope_dim)};
+}
+
+inline void sparse_rope(const Tensor& q, const Tensor& window, const Tensor& window_idx, const OptionalTensor& compressed,
+                        const OptionalTensor& compressed_idx, const OptionalTensor& compressed_len, const Tensor& sink,
+                        double softmax_scale, const Tensor& positions, const Tensor& table, const Tensor& out) {
+    const DeviceScope scope(q);
+    SparseParams params = sparse_params(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, scope);
+    set_sparse_rotary(params, positions, table, scope);
+    set_sparse_output(params, out, scope);
+    launch_sparse_sm90(params);
+}
+
+inline void sparse_rope_quant(const Tensor& q, const Tensor& window, const Tensor& window_idx, const OptionalTensor& compressed,
+                              const OptionalTensor& compressed_idx, const OptionalTensor& compressed_len, const Tensor& sink,
+                              double softmax_scale, const Tensor& positions, const Tensor& table, const Tensor& codes,
+                              const Tensor& row_scale) {
+    constexpr const char* op = "attention.sparse_rope_quant";
+    const DeviceScope scope(q);
+    SparseParams params = sparse_params(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, scope);
+    set_sparse_rotary(params, positions, table, scope);
+    MDI_CHECK(op, q, params.num_heads % kCodeHeads == 0, "must have H a multiple of ", kCodeHeads, ", got H=", params.num_heads);
+    const int64_t groups = params.num_heads / kCodeHeads;
+    MDI_CHECK_DEVICE(op, codes, scope.device);
+    MDI_CHECK_DTYPE(op, codes, ScalarType::Float8_e4m3fn);
+    MDI_CHECK_SHAPE(op, codes, {"g", groups}, {"T", params.num_tokens}, {"K", kCodeHeads * kHeadDim});
+    MDI_CHECK_CONTIGUOUS(op, codes);
+    MDI_CHECK_ALIGN(op, codes, 8);
+    MDI_CHECK_DEVICE(op, row_scale, scope.device);
+    MDI_CHECK_DTYPE(op, row_scale, ScalarType::Float);
+    MDI_CHECK_SHAPE(op, row_scale, {"g", groups}, {"T", params.num_tokens});
+    MDI_CHECK_CONTIGUOUS(op, row_scale);
+    params.codes = data<uint8_t>(codes);
+    params.row_scale = data<float>(row_scale);
+    launch_sparse_sm90(params);
+}
+#endif
 
 inline void implement_attention(Library& m) {
     m.impl("attention_write_window", TORCH_BOX(&write_window));
@@ -231,6 +297,8 @@ inline void implement_attention(Library& m) {
     m.impl("attention_sparse", TORCH_BOX(&sparse<launch_sparse>));
 #ifdef MDI_WITH_SM90
     m.impl("attention_sparse_sm90", TORCH_BOX(&sparse<launch_sparse_sm90>));
+    m.impl("attention_sparse_rope_sm90", TORCH_BOX(&sparse_rope));
+    m.impl("attention_sparse_rope_quant_sm90", TORCH_BOX(&sparse_rope_quant));
 #endif
 }
 #endif

@@ -34,9 +34,13 @@
 // Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, packed rows 18 KiB, the rest 1 KiB = 227 KiB, all there is. A packed row's
 // buffer is that of a compressed row; the second half of a window row waits in the K tile itself (Packed).
 //
+// Q may be rotated on its way in and O leave in other forms (sparse_output_sm90.cuh): a kernel of its own each. The angles of Q come
+// with it, from the row of the table that the token's position names; the position is in shared memory for the consumers, too.
+//
 // A lane that is negative, at or past compressed_len, or outside the pool is never read through: zero row, score -inf. A
 // token without a valid lane gives 0. Results depend on nothing but the token itself. Limits: D = 512, H <= 128.
 // SASS: HGMMA
+#include "attention/sparse_output_sm90.cuh"
 #include "attention/sparse_sm90.cuh"
 #include "common/launch.h"
 
@@ -51,7 +55,7 @@ constexpr int kThreads = kConsumers * kGroupThreads + kProducerThreads;
 constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;
 constexpr int kHalfDims = kHeadDim / kConsumers;      // dims of O a consumer owns
 constexpr int kProducerWarps = kProducerThreads / 32;
-constexpr uint32_t kConsumerBarrier = 1, kGroupBarrier = 2;  // named barriers; kGroupBarrier + consumer
+constexpr uint32_t kConsumerBarrier = 1, kPairBarrier = 2;  // named barriers; kPairBarrier + warp of a consumer
 
 struct SharedStorage {
     uint8_t q[kTileBytes];
@@ -59,7 +63,11 @@ struct SharedStorage {
     uint8_t p[kConsumers][kAtomBytes];
     uint8_t packed[kProducerWarps][kPackedWarpBytes];
     float row_max[kConsumers][kHeads];      // running maximum (in log2) after the consumer's latest step
-    float sink[kHeads];                     // of the only block of heads, in log2
+    union {
+        float sink[kHeads];                 // of the only block of heads, in log2; kernels without rotation
+        float angles[kMaxRopeDim];          // of an item's token (cosine, sine, ..): the row of the table, chunk by chunk of the last atom
+    };
+    int position[2];                        // of an item's token, for the consumers; items take turns
     uint32_t valid[2][2];                   // bit s: slot s of the step may be seen; a byte per producer warp
     uint64_t full[2][kQuarters], empty[2][kConsumers], p_ready[kConsumers], q_full, q_empty;
 };
@@ -107,6 +115,7 @@ MDI_DEVICE int load_index(const SparseParams& params, const Cursor& at, int tile
     return slot < at.num_lanes ? (slot < params.num_window ? at.window_lanes : at.pick_lanes)[slot] : -1;
 }
 
+template <bool kRotates>
 struct Producer {
     const SparseParams& params;
     SharedStorage& shared;
@@ -127,55 +136,84 @@ struct Producer {
         return params.q + token_of(params, item) * params.q_stride_token + static_cast<int64_t>(first_head) * kHeadDim;
     }
 
-    // Q of an item: copied as it is, while the first K tile is written; then permuted in place by the thread that copied it: one
-    // chunk of every fourth head: from one to the next, bit 2 of the swizzle changes.
-    static constexpr int kQuerySteps = kHeads * 64 / kProducerThreads, kHeadsPerStep = kHeads / kQuerySteps;
-    static_assert(kHeadsPerStep == 4);
+    // Q of an item: copied as it is, while the first K tile is written; then rotated and permuted in place by the thread that
+    // copied it: one chunk of every atom of two heads.
     struct QueryPlace {
-        int first_head, chunk;  // chunk: of 64 in a row
+        int first_head, chunk;  // the second head: kExpanderThreads / 8 on; chunk: of eight in an atom
         uint32_t to;
 
         MDI_DEVICE explicit QueryPlace(const SharedStorage& shared) {
             const int thread = thread_index() - kConsumers * kGroupThreads;
-            first_head = thread / 64;
-            chunk = thread % 64;
-            to = address_of(shared.q) + chunk / 8 * kAtomBytes + atom_offset(first_head, chunk % 8);
+            first_head = thread / 8;
+            chunk = thread % 8;
+            to = address_of(shared.q) + atom_offset(first_head, chunk);
         }
-        MDI_DEVICE uint32_t at(int step) const { return (to ^ (step % 2 * 64)) + step * (kHeadsPerStep * 128); }
+        static constexpr int kHeadStep = kProducerThreads / 8;
+        MDI_DEVICE uint32_t at(int head, int atom) const { return to + head * kHeadStep * 128 + atom * kAtomBytes; }
     };
+    static_assert(kHeads == 2 * QueryPlace::kHeadStep && QueryPlace::kHeadStep % 8 == 0);
     MDI_DEVICE void start_query(int item, int item_count) const {
         int num_heads;
         const bf16* from = query(item, num_heads);
+        int position = 0;
+        if constexpr (kRotates) position = load_position(params.rotary, token_of(params, item));
         ptx::mbarrier_wait(address_of(&shared.q_empty), (item_count & 1) ^ 1);
         const QueryPlace place(shared);
         from += place.first_head * kHeadDim + place.chunk * 8;
-        if (num_heads == kHeads) {
 #pragma unroll
-            for (int step = 0; step < kQuerySteps; ++step) ptx::cp_async_16(place.at(step), from + step * kHeadsPerStep * kHeadDim);
-        } else {
-#pragma unroll 1
-            for (int step = 0; place.first_head + step * kHeadsPerStep < num_heads; ++step) {
-                ptx::cp_async_16(place.at(step), from + step * kHeadsPerStep * kHeadDim);
+        for (int head = 0; head < 2; ++head) {
+            if (place.first_head + head * place.kHeadStep < num_heads) {
+#pragma unroll
+                for (int atom = 0; atom < kAtoms; ++atom) {
+                    ptx::cp_async_16(place.at(head, atom), from + head * place.kHeadStep * kHeadDim + atom * 64);
+                }
             }
         }
+        if constexpr (kRotates) start_angles(position, item_count, place.chunk);
         ptx::cp_async_commit();
+    }
+    // Every thread copies the angles that it reads itself; the others of its chunk copy the same.
+    MDI_DEVICE void start_angles(int position, int item_count, int chunk) const {
+        shared.position[item_count & 1] = position;
+        const int first = first_angle(params.rotary, chunk);
+        if (first < 0) return;
+        const float* from = table_row(params.rotary, position) + first;
+        ptx::cp_async_16(address_of(shared.angles) + chunk * 32, from);
+        ptx::cp_async_16(address_of(shared.angles) + chunk * 32 + 16, from + 4);
+    }
+    // The same chunk of two heads, half of the angles at a time: registers
+    MDI_DEVICE void rotate_query(int chunk, uint4 (&v)[2]) const {
+        if (first_angle(params.rotary, chunk) < 0) return;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint4 angles = load_shared_v4(address_of(shared.angles) + chunk * 32 + half * 16);
+            const float angle[4] = {bits_float(angles.x), bits_float(angles.y), bits_float(angles.z), bits_float(angles.w)};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                uint32_t& first = half == 0 ? v[i].x : v[i].z;
+                uint32_t& second = half == 0 ? v[i].y : v[i].w;
+                first = rotate_pair(first, angle[0], angle[1]);
+                second = rotate_pair(second, angle[2], angle[3]);
+            }
+        }
     }
     MDI_DEVICE void finish_query(int item) const {
         const int num_heads = min_of(kHeads, params.num_heads - first_head_of(params, item));
         const QueryPlace place(shared);
-        if (num_heads < kHeads) {
-#pragma unroll 1
-            for (int step = 0; step < kQuerySteps; ++step) {
-                if (place.first_head + step * kHeadsPerStep >= num_heads) store_shared_v4(place.at(step), make_uint4(0, 0, 0, 0));
-            }
+#pragma unroll
+        for (int head = 0; head < 2; ++head) {
+            if (place.first_head + head * place.kHeadStep < num_heads) continue;
+#pragma unroll
+            for (int atom = 0; atom < kAtoms; ++atom) store_shared_v4(place.at(head, atom), make_uint4(0, 0, 0, 0));
         }
 #pragma unroll
-        for (int step = 0; step < kQuerySteps; step += 4) {
-            uint4 v[4];
+        for (int atom = 0; atom < kAtoms; ++atom) {
+            uint4 v[2];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[i] = load_shared_v4(place.at(step + i));
+            for (int head = 0; head < 2; ++head) v[head] = load_shared_v4(place.at(head, atom));
+            if (kRotates && atom == kAtoms - 1) rotate_query(place.chunk, v);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) store_shared_v4(place.at(step + i), to_key_order(v[i]));
+            for (int head = 0; head < 2; ++head) store_shared_v4(place.at(head, atom), to_key_order(v[head]));
         }
         ptx::fence_proxy_async();
         ptx::mbarrier_arrive(address_of(&shared.q_full));
@@ -332,6 +370,7 @@ struct Producer {
 
 // ---- consumers -----------------------------------------------------------------------------------------------------
 
+template <Output kOutput>
 struct Consumer {
     const SparseParams& params;
     SharedStorage& shared;
@@ -493,9 +532,14 @@ struct Consumer {
         return reinterpret_cast<float*>(shared.p[writes_p] + head * 128 + (head & 7) * 16);
     }
 
-    // o / (l + exp(sink - m)), rounded, to 16-byte stores through this consumer's half of the last K tile, which then is free:
-    // only its own values are read there, and the scores of the step were complete before P.
-    MDI_DEVICE void store(int item, int buffer) {
+    // Where a consumer's largest |o| of eight heads goes, behind the sum of the first
+    MDI_DEVICE uint32_t* max_slot(int writes_p, int head) const { return reinterpret_cast<uint32_t*>(sum_slot(writes_p, head)) + 1; }
+
+    // o / (l + exp(sink - m)), rounded, through this consumer's half of the last K tile to chunks of eight columns (OutputPlace),
+    // which leave in the wanted form. The tile is free for that: only the consumer's own values are read there, all its warps are
+    // done with them when the sums are there, and the scores of the step were complete before P. A warp reads what it wrote.
+    // parity: of the items before this one that were not empty
+    MDI_DEVICE void store(int item, uint32_t parity, int buffer) {
         const int thread = thread_index() % kGroupThreads, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
         const int first_head = first_head_of(params, item);
         const int num_heads = min_of(kHeads, params.num_heads - first_head);
@@ -504,12 +548,18 @@ struct Consumer {
         for (int f = 0; f < 2; ++f) {
             const int head = row + 8 * f;
             sink[f] = 0.f;
-            if (head < num_heads) sink[f] = params.num_heads > kHeads ? sink_of(params, first_head + head) : shared.sink[head];
+            if (head >= num_heads) continue;
+            sink[f] = kOutput != Output::kPlain || params.num_heads > kHeads ? sink_of(params, first_head + head) : shared.sink[head];
             sum[f] += __shfl_xor_sync(~0u, sum[f], 1);
             sum[f] += __shfl_xor_sync(~0u, sum[f], 2);
             if (lane % 4 == 0) *sum_slot(other, head) = sum[f];
         }
         ptx::named_barrier_sync(kConsumerBarrier, kConsumers * kGroupThreads);  // sums are there
+        const OutputPlace place(thread);
+        Rotation rotation;
+        if (kOutput != Output::kPlain && group == kConsumers - 1) {
+            rotation.load(params.rotary, load_shared_s32(address_of(&shared.position[parity])), place.chunk);
+        }
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
             const int head = row + 8 * f;
@@ -517,9 +567,6 @@ struct Consumer {
             const float valid_sum = group == 0 ? sum[f] + others : others + sum[f];
             factor[f] = output_factor(valid_sum, sink[f], m[f]);
         }
-        const int first_row = thread / 8, chunk = thread % 8;
-        bf16* out = params.out + (static_cast<int64_t>(token_of(params, item)) * params.num_heads + first_head + first_row) * kHeadDim +
-                    group * kHalfDims + chunk * 8;
         uint8_t* tile = shared.k[buffer] + group * (kAtoms / 2) * kAtomBytes;
 #pragma unroll
         for (int part = 0; part < kHalfDims / 64; ++part) {
@@ -531,28 +578,96 @@ struct Consumer {
             }
             AtomWriter(tile + part * kAtomBytes).store(pairs);
         }
-        ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
-        const uint8_t* staged = tile + atom_offset(first_row, chunk);  // row + 16 has the same swizzle
+        __syncwarp();
+        if constexpr (kOutput != Output::kCodes) {
+            bf16* out = place.out(params, item) + group * kHalfDims;
 #pragma unroll
-        for (int part = 0; part < kHalfDims / 64; ++part) {
+            for (int part = 0; part < kHalfDims / 64; ++part) {
+                const bool rotates = kOutput == Output::kRotated && part == kHalfDims / 64 - 1 && rotation.any;
 #pragma unroll
-            for (int i = 0; i < kHeads / 16; ++i) {
-                const uint4 v = *reinterpret_cast<const uint4*>(staged + part * kAtomBytes + i * 16 * 128);
-                if (first_row + i * 16 < num_heads) {
-                    *reinterpret_cast<uint4*>(out + i * 16 * kHeadDim + part * 64) = from_key_order(v);
+                for (int i = 0; i < OutputPlace::kRows; ++i) {
+                    uint4 v = from_key_order(load_shared_v4(place.staged(tile, part, i)));
+                    if (rotates) v = rotation.inverse(v);
+                    if (place.row(i) < num_heads) *reinterpret_cast<uint4*>(out + i * OutputPlace::kRowStep * kHeadDim + part * 64) = v;
+                }
+            }
+            arrive(shared.empty[buffer][group]);
+        } else {
+            store_codes(item, tile, place, rotation, num_heads);
+            arrive(shared.empty[buffer][group]);
+        }
+    }
+
+    // The staged chunks as folded codes. A warp's 16 heads are two rows of codes, of which the other consumer's warp of the same heads
+    // has the other columns.
+    MDI_DEVICE void store_codes(int item, const uint8_t* tile, const OutputPlace& place, const Rotation& rotation, int num_heads) const {
+        constexpr int kParts = kHalfDims / 64, kRows = OutputPlace::kRows;
+        const int thread = thread_index() % kGroupThreads, head = thread / 32 * 16;
+        uint32_t largest[2] = {};
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+                uint4 v = load_shared_v4(place.staged(tile, part, i));
+                if (part == kParts - 1 && rotation.any) {
+                    v = to_key_order(rotation.inverse(from_key_order(v)));
+                    store_shared_v4(place.staged(tile, part, i), v);
+                }
+                largest[2 * i / kRows] = elementwise::max_halves(largest[2 * i / kRows], largest_halves(v));
+            }
+        }
+#pragma unroll
+        for (int f = 0; f < 2; ++f) largest[f] = __reduce_max_sync(~0u, largest_half(largest[f]));
+        if (thread % 32 < 2) *max_slot(other, head + 8 * (thread % 32)) = thread % 32 == 0 ? largest[0] : largest[1];
+        ptx::named_barrier_sync(kPairBarrier + thread / 32, 2 * 32);
+        int row_byte[2];
+#pragma unroll
+        for (int f = 0; f < 2; ++f) row_byte[f] = scale_byte(max_of(largest[f], *max_slot(group, head + 8 * f)));
+        if (head >= num_heads) return;
+
+        // First as if one rounding were enough, without a branch; then again the rows of chunks in which it is not for some lane.
+        uint8_t* to = place.codes(params, item) + group * kHalfDims;
+        const int64_t next_row = static_cast<int64_t>(params.num_tokens) * (kCodeHeads * kHeadDim);
+        const int rows = head + kCodeHeads < num_heads ? kRows : kRows / 2;
+        uint32_t inexact = 0;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            if (i == kRows / 2 && i >= rows) break;
+            bool exact = true;
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                const uint4 v = load_shared_v4(place.staged(tile, part, i));
+                const uint2 codes = encode_at_row(v, row_byte[2 * i / kRows], exact);
+                *reinterpret_cast<uint2*>(to + i / 2 * next_row + i % 2 * OutputPlace::kRowStep * kHeadDim + part * 64) = codes;
+            }
+            if (!__all_sync(~0u, exact)) inexact |= 1u << i;
+        }
+#pragma unroll 1
+        for (; inexact != 0; inexact &= inexact - 1) {
+            const int i = __ffs(static_cast<int>(inexact)) - 1, byte = i < kRows / 2 ? row_byte[0] : row_byte[1];
+            uint4 v[kParts];
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) v[part] = load_shared_v4(place.staged(tile, part, i));
+#pragma unroll
+            for (int part = 0; part < kParts; part += 2) {
+                const uint32_t group_max = largest_of_groups(v[part], v[part + 1]);
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const uint2 codes = fold_chunk(v[part + j], group_max >> (j * 16) & 0xffffu, byte);
+                    *reinterpret_cast<uint2*>(to + i / 2 * next_row + i % 2 * OutputPlace::kRowStep * kHeadDim + (part + j) * 64) = codes;
                 }
             }
         }
-        arrive(shared.empty[buffer][group]);
+        if (group == 0 && thread % 32 < 2 && head + 8 * (thread % 32) < num_heads) {
+            params.row_scale[code_row(params, first_head_of(params, item) + head + 8 * (thread % 32), token_of(params, item))] =
+                e8m0_decode(static_cast<uint8_t>(thread % 32 == 0 ? row_byte[0] : row_byte[1]));
+        }
     }
 
     MDI_DEVICE void store_zeros(int item) const {
         const int first_head = first_head_of(params, item);
-        const int num_heads = min_of(kHeads, params.num_heads - first_head);
-        bf16* out = params.out + (static_cast<int64_t>(token_of(params, item)) * params.num_heads + first_head) * kHeadDim;
-        for (int i = threadIdx.x; i < num_heads * kHeadDim / 8; i += kConsumers * kGroupThreads) {
-            reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
-        }
+        store_empty<kOutput>(params, token_of(params, item), first_head, min_of(kHeads, params.num_heads - first_head), thread_index(),
+                             kConsumers * kGroupThreads);
     }
 
     MDI_DEVICE void run() {
@@ -572,7 +687,7 @@ struct Consumer {
                 attend(first, last);
                 // Arrives under the stores; a load by all lanes would go to a uniform register, which is waited for at once.
                 if (thread_index() % 32 == 0) next_length = length_of(params, next);
-                store(item, last & 1);
+                store(item, phases >> 2, last & 1);
                 phases = ((phases & 4) ^ 4) | ((last + 1) & 3);
                 length = __shfl_sync(~0u, next_length, 0);
             }
@@ -581,6 +696,7 @@ struct Consumer {
     }
 };
 
+template <Output kOutput>
 __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_constant__ SparseParams params) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
@@ -594,18 +710,23 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
         ptx::mbarrier_init(address_of(&shared.q_empty), kConsumers * kGroupThreads);
         ptx::fence_mbarrier_init();
     }
-    if (static_cast<int>(threadIdx.x) < min_of(params.num_heads, kHeads)) {
+    if (kOutput == Output::kPlain && static_cast<int>(threadIdx.x) < min_of(params.num_heads, kHeads)) {
         shared.sink[threadIdx.x] = sink_of(params, threadIdx.x);
     }
     __syncthreads();
     const int role = __shfl_sync(~0u, threadIdx.x / kGroupThreads, 0);  // in a uniform register, and so all descriptors
     if (role >= kConsumers) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
-        Producer(params, shared).run();
+        Producer<kOutput != Output::kPlain>(params, shared).run();
     } else {
         ptx::setmaxnreg_inc<kConsumerRegisters>();
-        Consumer(params, shared, role).run();
+        Consumer<kOutput>(params, shared, role).run();
     }
+}
+
+template <Output kOutput>
+void launch_output(const SparseParams& params, int blocks) {
+    launch("attention.sparse", sparse_sm90_kernel<kOutput>, {dim3(blocks), dim3(kThreads), sizeof(SharedStorage), params.stream}, params);
 }
 
 }  // namespace
@@ -616,8 +737,12 @@ void launch_sparse_sm90(const SparseParams& params) {
     check_cuda("attention.sparse", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
     if (int64_t{4} * kSplitBlocks * items <= 3 * num_sms) return launch_sparse_split_sm90(params);  // clusters of eight do not fill every GPC
-    const dim3 grid(min_of(items, num_sms));
-    launch("attention.sparse", sparse_sm90_kernel, {grid, dim3(kThreads), sizeof(SharedStorage), params.stream}, params);
+    const int blocks = min_of(items, num_sms);
+    switch (output_of(params)) {
+        case Output::kPlain: return launch_output<Output::kPlain>(params, blocks);
+        case Output::kRotated: return launch_output<Output::kRotated>(params, blocks);
+        case Output::kCodes: return launch_output<Output::kCodes>(params, blocks);
+    }
 }
 
 }  // namespace mdi::attention

@@ -96,6 +96,11 @@ MDI_DEVICE uint32_t load_shared_u16(uint32_t address) {
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
     return v;
 }
+MDI_DEVICE int load_shared_s32(uint32_t address) {
+    int v;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
 MDI_DEVICE void store_shared_v4(uint32_t address, const uint4& v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }

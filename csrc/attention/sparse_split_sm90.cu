@@ -11,9 +11,12 @@
 // (0.049), so more than twelve go to sparse_sm90.cu. Most of it is latency: two dependent reads of memory and three cluster
 // barriers a round, 128 KiB to other blocks' shared memory.
 //
+// Rotation of Q and the forms of the output are those of sparse_output_sm90.cuh; codes take one more barrier of the cluster.
+//
 // 256 threads: all of them copy and expand, the first warpgroup does the products. Shared memory: Q 64 KiB, K tile 64 KiB (then P
 // of eight steps), values 64 KiB, packed rows 18 KiB (then P or O on its way out), the rest 10.3 KiB.
 // SASS: HGMMA
+#include "attention/sparse_output_sm90.cuh"
 #include "attention/sparse_sm90.cuh"
 #include "common/launch.h"
 
@@ -37,6 +40,7 @@ struct SharedStorage {
     float top[kRanks][kHeads];               // largest scores of a step
     float2 part[kRanks][kGroupThreads];      // each product thread's part of a step's sum, for its two rows
     uint32_t valid[2];
+    float largest[2 * kThreads / 32][kRanks];  // bits: largest |o| of a warp's heads in a block, for the first and the second half
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
@@ -65,11 +69,13 @@ struct SecondHalf {
     }
 };
 
+template <Output kOutput>
 struct Block {
     const SparseParams& params;
     SharedStorage& shared;
     int thread, warp, lane, rank;
     int item, first_head, num_heads, num_lanes;
+    Rotation rotation;  // of the chunks thread % 8 of the last 64 columns, of Q and of O
 
     MDI_DEVICE Block(const SparseParams& p, SharedStorage& s) : params(p), shared(s) {
         thread = threadIdx.x;
@@ -82,16 +88,30 @@ struct Block {
         num_lanes = lanes_of(params, length_of(params, item));
     }
 
-    // Q, permuted
-    MDI_DEVICE void load_query() const {
-        const bf16* from = params.q + token_of(params, item) * params.q_stride_token + static_cast<int64_t>(first_head) * kHeadDim;
-        const int chunk = thread % 64;
-        const uint32_t to = address_of(shared.q) + chunk / 8 * kAtomBytes;
-#pragma unroll 8
-        for (int head = thread / 64; head < kHeads; head += kThreads / 64) {
-            uint4 v = make_uint4(0, 0, 0, 0);
-            if (head < num_heads) v = __ldg(reinterpret_cast<const uint4*>(from + head * kHeadDim) + chunk);
-            store_shared_v4(to + atom_offset(head, chunk % 8), to_key_order(v));
+    MDI_DEVICE void load_rotation() {
+        if constexpr (kOutput != Output::kPlain) {
+            rotation.load(params.rotary, load_position(params.rotary, token_of(params, item)), thread % 8);
+        }
+    }
+
+    // Q, rotated and permuted: a thread has one chunk of every atom of two heads.
+    MDI_DEVICE void load_query() {
+        load_rotation();
+        const int chunk = thread % 8;
+        const bf16* from = params.q + token_of(params, item) * params.q_stride_token + first_head * int64_t{kHeadDim} + chunk * 8;
+#pragma unroll
+        for (int head = thread / 8; head < kHeads; head += kThreads / 8) {
+            uint4 v[kAtoms];
+#pragma unroll
+            for (int atom = 0; atom < kAtoms; ++atom) {
+                v[atom] = make_uint4(0, 0, 0, 0);
+                if (head < num_heads) v[atom] = __ldg(reinterpret_cast<const uint4*>(from + head * kHeadDim + atom * 64));
+            }
+            if (rotation.any) v[kAtoms - 1] = rotation.forward(v[kAtoms - 1]);
+#pragma unroll
+            for (int atom = 0; atom < kAtoms; ++atom) {
+                store_shared_v4(address_of(shared.q) + atom * kAtomBytes + atom_offset(head, chunk), to_key_order(v[atom]));
+            }
         }
     }
 
@@ -133,7 +153,7 @@ struct Block {
 
     // The K tile of a step, here and its atoms to the blocks that own their columns
     // next_row: in and out, this lane's row of the step and of the one in the next round, whose bytes are fetched to L2 early
-    MDI_DEVICE void expand(int step, bool with_query, LaneRow& next_row) const {
+    MDI_DEVICE void expand(int step, bool with_query, LaneRow& next_row) {
         const int part = Packed::part_of(lane), tile_row = warp * kWarpRows + Packed::row_of(lane);
         Packed packed(shared.packed[warp], lane);
         const LaneRow row = with_query ? row_of_step(step, tile_row) : next_row;
@@ -185,7 +205,10 @@ struct Block {
         float s[kSlots / 2], scale = 0.f, o[kSlots / 2], m[2] = {kMaxStart, kMaxStart};
         float sum[2][2] = {};  // of even and of odd steps, per row; a round starts with an even step
         LaneRow next_row;
-        if (rank >= num_steps) ptx::cluster_wait();
+        if (rank >= num_steps) {
+            load_rotation();
+            ptx::cluster_wait();
+        }
         for (int first = 0; first < num_steps; first += kRanks) {
             const int step = first + rank, steps = min_of(kRanks, num_steps - first);
             const bool has_step = rank < steps;
@@ -294,27 +317,71 @@ struct Block {
             AtomWriter(shared.out).store(pairs);
         }
         __syncthreads();
-        bf16* out = params.out + (static_cast<int64_t>(token_of(params, item)) * params.num_heads + first_head) * kHeadDim + rank * 64;
+        const int token = token_of(params, item), chunk = thread % 8, dim = rank * 64 + chunk * 8;
+        uint4 v[2];  // of two heads
 #pragma unroll
-        for (int i = thread; i < kHeads * 8; i += kThreads) {
-            const int head = i / 8, chunk = i % 8;
-            const uint4 v = load_shared_v4(address_of(shared.out) + atom_offset(head, chunk));
-            if (head < num_heads) *reinterpret_cast<uint4*>(out + head * kHeadDim + chunk * 8) = from_key_order(v);
+        for (int i = 0; i < 2; ++i) {
+            const int head = thread / 8 + i * kThreads / 8;
+            v[i] = from_key_order(load_shared_v4(address_of(shared.out) + atom_offset(head, chunk)));
+            if (rank == kRanks - 1 && rotation.any) v[i] = rotation.inverse(v[i]);
+            if (kOutput != Output::kCodes && head < num_heads) {
+                const int64_t row = static_cast<int64_t>(token) * params.num_heads + first_head + head;
+                *reinterpret_cast<uint4*>(params.out + row * kHeadDim + dim) = v[i];
+            }
+        }
+        if constexpr (kOutput == Output::kCodes) store_codes(v, token, dim);
+    }
+
+    // v: of heads thread / 8 and 32 on. The scales of the codes are settled by all blocks.
+    MDI_DEVICE void store_codes(const uint4 (&v)[2], int token, int dim) const {
+        constexpr int kWarps = kThreads / 32;
+        const uint32_t group_max = largest_of_groups(v[0], v[1]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t largest = __reduce_max_sync(~0u, group_max >> (i * 16) & 0xffffu);
+            if (lane < kRanks) store_remote(address_of(&shared.largest[i * kWarps + warp][rank]), lane, bits_float(largest));
+        }
+        ptx::cluster_arrive();
+        ptx::cluster_wait();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int head = thread / 8 + i * kThreads / 8;
+            uint32_t largest = 0;  // two warps have the heads of a row
+#pragma unroll
+            for (int j = 0; j < 2 * kRanks; ++j) {
+                largest = max_of(largest, float_bits(shared.largest[i * kWarps + (warp & ~1) + j / kRanks][j % kRanks]));
+            }
+            const int row_byte = scale_byte(largest);
+            if (head >= num_heads) continue;
+            const int64_t row = code_row(params, first_head + head, token);
+            *reinterpret_cast<uint2*>(params.codes + (row * kCodeHeads + head % kCodeHeads) * kHeadDim + dim) =
+                fold_chunk(to_key_order(v[i]), group_max >> (i * 16) & 0xffffu, row_byte);
+            if (dim == 0 && head % kCodeHeads == 0) params.row_scale[row] = e8m0_decode(static_cast<uint8_t>(row_byte));
         }
     }
 };
 
+template <Output kOutput>
 __global__ void __launch_bounds__(kThreads, 1) sparse_split_sm90_kernel(const __grid_constant__ SparseParams params) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
-    Block(params, *reinterpret_cast<SharedStorage*>(shared_bytes)).run();
+    Block<kOutput>(params, *reinterpret_cast<SharedStorage*>(shared_bytes)).run();
+}
+
+template <Output kOutput>
+void launch_output(const SparseParams& params) {
+    const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
+    launch("attention.sparse", sparse_split_sm90_kernel<kOutput>,
+           {dim3(items * kRanks), dim3(kThreads), sizeof(SharedStorage), params.stream, kRanks}, params);
 }
 
 }  // namespace
 
 void launch_sparse_split_sm90(const SparseParams& params) {
-    const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
-    launch("attention.sparse", sparse_split_sm90_kernel, {dim3(items * kRanks), dim3(kThreads), sizeof(SharedStorage), params.stream, kRanks},
-           params);
+    switch (output_of(params)) {
+        case Output::kPlain: return launch_output<Output::kPlain>(params);
+        case Output::kRotated: return launch_output<Output::kRotated>(params);
+        case Output::kCodes: return launch_output<Output::kCodes>(params);
+    }
 }
 
 }  // namespace mdi::attention

@@ -77,7 +77,6 @@ class Attention:
             low_rank, kv = fp8_linear(act, self.wq_a_wkv).split((config.q_lora_rank, config.head_dim), 1)
             query = Activation.normed(low_rank, self.q_norm, config.rms_norm_eps, self.profile, folded=True)
             q = fp8_linear(query, self.wq_b).view(x.shape[0], config.num_attention_heads, config.head_dim)
-            q = elementwise.rope(q, batch.positions, self.table, out=q)
             attention.write_normed_window(
                 kv, self.kv_norm, config.rms_norm_eps, batch.positions, self.table, window, batch.window_rows
             )
@@ -91,17 +90,21 @@ class Attention:
         if plan.kv_owner is not None and plan.index_source is not None:
             compressed, selection = step.caches.compressed[plan.kv_owner], step.selections[plan.index_source]
             rows, count = selection.rows, selection.count
-        with stage("attention.sparse"):
-            o = attention.sparse(q, window, batch.window_idx, compressed, rows, count, self.sink, config.head_dim**-0.5)
+        scale = config.head_dim**-0.5
+        z = self._grouped_output(q, window, batch.window_idx, compressed, rows, count, self.sink, scale, batch.positions, self.table)
         with stage("attention.output"):
-            return fp8_linear(Activation(self._group_output(o, batch.positions), self.profile), self.wo_b)
+            return fp8_linear(Activation(z, self.profile), self.wo_b)
 
-    def _group_output(self, o: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """o [T, H, D] without its rotation and through the grouped projection: [T, groups * rank] (spec 4.7)."""
+    def _grouped_output(self, q: torch.Tensor, *operands) -> torch.Tensor:
+        """Sparse attention of q [T, H, D] and the grouped projection of its output: [T, groups * rank] (spec 4.5 to 4.7)."""
         groups = self.config.o_groups
         if isinstance(self.wo_a, torch.Tensor):
-            o = elementwise.rope(o, positions, self.table, inverse=True, out=o)
-            return grouped_linear(o.unflatten(1, (groups, -1)).flatten(2), self.wo_a, self.profile).flatten(1)
-        folded = Activation.folds(o) and self.wo_a.folded is not None
-        rows = elementwise.rope_quant(o, positions, self.table, groups, inverse=True, folded=folded)
-        return fp8_grouped_linear(*rows, self.wo_a, o.dtype, self.profile)
+            with stage("attention.sparse"):
+                o = attention.sparse_rope(q, *operands)
+            with stage("attention.output"):
+                return grouped_linear(o.unflatten(1, (groups, -1)).flatten(2), self.wo_a, self.profile).flatten(1)
+        folded = Activation.folds(q) and self.wo_a.folded is not None
+        with stage("attention.sparse"):
+            rows = attention.sparse_rope_quant(q, *operands, groups=groups, folded=folded)
+        with stage("attention.output"):
+            return fp8_grouped_linear(*rows, self.wo_a, q.dtype, self.profile)

@@ -7,23 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mini_deepinfer.ops import elementwise
 from mini_deepinfer.ops._dispatch import call, register_self_test, select
-from mini_deepinfer.ops._operands import check_eps, check_groups, check_rotary, dtype_name
-from mini_deepinfer.ops._operands import check_operand as _check
+from mini_deepinfer.ops._operands import COMPUTE_DTYPES, check_eps, check_groups, check_operand, check_rotary, dtype_name
 from mini_deepinfer.ops.reference import attention as reference
 
 KERNEL_HEAD_DIM = 512  # the only D the compiled sparse attention takes
 MAX_HEADS = 128
-_COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
+MAX_ROPE_DIM = 64  # of the Hopper kernels that rotate
+CODE_HEADS = 8  # heads of a row that the Hopper kernels quantise
 
 
 def _write_rows(op: str, name: str, values: Tensor, rows: Tensor, slots: Tensor, bytes_per_32: int, impl: str | None) -> str | None:
     """Checks shared by the two row writers. Returns the implementation, None when there is nothing to write."""
-    _check(op, name, values, _COMPUTE_DTYPES, {"rows": None, "D": None}, values)
+    check_operand(op, name, values, COMPUTE_DTYPES, {"rows": None, "D": None}, values)
     count, dim = values.shape
     check_groups(op, name, dim)
-    _check(op, "rows", rows, (torch.uint8,), {"S": None, "row bytes": dim // 32 * bytes_per_32}, values)
-    _check(op, "slots", slots, (torch.int32,), {"rows": count}, values)
+    check_operand(op, "rows", rows, (torch.uint8,), {"S": None, "row bytes": dim // 32 * bytes_per_32}, values)
+    check_operand(op, "slots", slots, (torch.int32,), {"rows": count}, values)
     return select(op, values, impl=impl) if count else None
 
 
@@ -67,7 +68,7 @@ def write_normed_window(
     """
     op = "attention.write_normed_window"
     chosen = _write_rows(op, "x", x, rows, slots, 33, impl)
-    _check(op, "weight", weight, _COMPUTE_DTYPES, {"D": x.shape[1]}, x)
+    check_operand(op, "weight", weight, COMPUTE_DTYPES, {"D": x.shape[1]}, x)
     check_rotary(op, "x", x, positions, table)
     check_eps(op, "eps", eps)
     if chosen == "reference":
@@ -127,21 +128,21 @@ def compress(
     Kernel: csrc/attention/compress.cu. Reference: ops.reference.attention.compress.
     """
     op = "attention.compress"
-    _check(op, "kv", kv, (torch.float32,), {"T": None, "D": None}, kv)
+    check_operand(op, "kv", kv, (torch.float32,), {"T": None, "D": None}, kv)
     tokens, dim = kv.shape
-    _check(op, "group_rows", group_rows, (torch.int32,), {"G": None, "r": None}, kv)
+    check_operand(op, "group_rows", group_rows, (torch.int32,), {"G": None, "r": None}, kv)
     groups, ratio = group_rows.shape
-    if out_dtype not in _COMPUTE_DTYPES:
+    if out_dtype not in COMPUTE_DTYPES:
         raise TypeError(f"{op}: out_dtype must be bfloat16 or float32, got {dtype_name(out_dtype)}")
     if ratio < 1 or (score is None and ratio != 1):
         raise ValueError(f"{op}: score must be given unless r = 1, got group_rows {list(group_rows.shape)} and no score")
     if (tail_kv is None) != (tail_score is None):
         raise ValueError(f"{op}: tail_kv and tail_score must be given together, got only one of them")
     if score is not None:
-        _check(op, "score", score, (torch.float32,), {"T": tokens, "D": dim}, kv)
+        check_operand(op, "score", score, (torch.float32,), {"T": tokens, "D": dim}, kv)
     if tail_kv is not None and tail_score is not None:
-        _check(op, "tail_kv", tail_kv, (torch.float32,), {"tail": None, "D": dim}, kv)
-        _check(op, "tail_score", tail_score, (torch.float32,), {"tail": tail_kv.shape[0], "D": dim}, kv)
+        check_operand(op, "tail_kv", tail_kv, (torch.float32,), {"tail": None, "D": dim}, kv)
+        check_operand(op, "tail_score", tail_score, (torch.float32,), {"tail": tail_kv.shape[0], "D": dim}, kv)
     if groups == 0:
         return torch.empty(0, dim, dtype=out_dtype, device=kv.device)
     chosen = select(op, kv, impl=impl, compute_dtype=out_dtype)
@@ -187,42 +188,170 @@ def sparse(
     dtype for the product with the values, not for their sum. Deterministic, and independent of the other tokens.
     Synchronises: no. Workspace: none. NaN in a valid lane makes its heads NaN.
     Kernels (D = 512, H a multiple of 4 up to 128): csrc/attention/sparse_sm90.cu, csrc/attention/sparse_split_sm90.cu (few
-    tokens; the same bits), csrc/attention/sparse.cu.
+    tokens; the same bits), csrc/attention/sparse.cu. The model calls `sparse_rope` or `sparse_rope_quant`.
     Reference: ops.reference.attention.sparse.
     """
     op = "attention.sparse"
-    _check(op, "q", q, _COMPUTE_DTYPES, {"T": None, "H": None, "D": None}, q)
-    tokens, heads, dim = q.shape
-    if dim == 0 or dim % 32:
-        raise ValueError(f"{op}: q must have D a positive multiple of 32, got D={dim}")
-    _check(op, "window", window, (torch.uint8,), {"Sw": None, "row bytes": dim + dim // 32}, q)
-    _check(op, "window_idx", window_idx, (torch.int32,), {"T": tokens, "W": None}, q)
-    if (compressed is None) != (compressed_idx is None):
-        raise ValueError(f"{op}: compressed and compressed_idx must be given together, got only one of them")
-    if compressed is not None and compressed_idx is not None:
-        _check(op, "compressed", compressed, (torch.uint8,), {"Sc": None, "row bytes": dim // 2 + dim // 16}, q)
-        _check(op, "compressed_idx", compressed_idx, (torch.int32,), {"T": tokens, "K": None}, q)
-    if compressed_len is not None:
-        if compressed is None:
-            raise ValueError(f"{op}: compressed_len needs compressed and compressed_idx, got neither")
-        _check(op, "compressed_len", compressed_len, (torch.int32,), {"T": tokens}, q)
-    _check(op, "sink", sink, (torch.float32,), {"H": heads}, q)
-    if out is None:
-        out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
-    else:
-        _check(op, "out", out, (q.dtype,), {"T": tokens, "H": heads, "D": dim}, q)
-    if tokens == 0:
+    _check_sparse(op, q, window, window_idx, compressed, compressed_idx, compressed_len, sink)
+    out = _sparse_output(op, q, out)
+    if q.shape[0] == 0:
         return out
     chosen = select(op, q, impl=impl)
     if chosen == "reference":
         return reference.sparse(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, out)
+    _check_kernel_sizes(op, q)
+    call(op, chosen, q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, out)
+    return out
+
+
+def _check_sparse(
+    op: str,
+    q: Tensor,
+    window: Tensor,
+    window_idx: Tensor,
+    compressed: Tensor | None,
+    compressed_idx: Tensor | None,
+    compressed_len: Tensor | None,
+    sink: Tensor,
+) -> None:
+    """The operands that all forms of sparse attention share."""
+    check_operand(op, "q", q, COMPUTE_DTYPES, {"T": None, "H": None, "D": None}, q)
+    tokens, heads, dim = q.shape
+    if dim == 0 or dim % 32:
+        raise ValueError(f"{op}: q must have D a positive multiple of 32, got D={dim}")
+    check_operand(op, "window", window, (torch.uint8,), {"Sw": None, "row bytes": dim + dim // 32}, q)
+    check_operand(op, "window_idx", window_idx, (torch.int32,), {"T": tokens, "W": None}, q)
+    if (compressed is None) != (compressed_idx is None):
+        raise ValueError(f"{op}: compressed and compressed_idx must be given together, got only one of them")
+    if compressed is not None and compressed_idx is not None:
+        check_operand(op, "compressed", compressed, (torch.uint8,), {"Sc": None, "row bytes": dim // 2 + dim // 16}, q)
+        check_operand(op, "compressed_idx", compressed_idx, (torch.int32,), {"T": tokens, "K": None}, q)
+    if compressed_len is not None:
+        if compressed is None:
+            raise ValueError(f"{op}: compressed_len needs compressed and compressed_idx, got neither")
+        check_operand(op, "compressed_len", compressed_len, (torch.int32,), {"T": tokens}, q)
+    check_operand(op, "sink", sink, (torch.float32,), {"H": heads}, q)
+
+
+def _sparse_output(op: str, q: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    check_operand(op, "out", out, (q.dtype,), {"T": q.shape[0], "H": q.shape[1], "D": q.shape[2]}, q)
+    return out
+
+
+def _check_kernel_sizes(op: str, q: Tensor) -> None:
+    _, heads, dim = q.shape
     if dim != KERNEL_HEAD_DIM or heads % 4 or not 4 <= heads <= MAX_HEADS:
         raise ValueError(
             f"{op}: the CUDA kernels take D={KERNEL_HEAD_DIM} and H a multiple of 4 from 4 to {MAX_HEADS}, got D={dim} H={heads}. "
-            f"MDI_OPS={op}=reference runs any size (slow)."
+            f"MDI_OPS=attention.sparse=reference runs any size (slow)."
         )
-    call(op, chosen, q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, out)
-    return out
+
+
+def _rotates(chosen: str, table: Tensor) -> bool:
+    """Whether the kernels of an implementation of attention.sparse rotate what they read and write."""
+    rope_dim = 2 * table.shape[1]
+    return chosen == "sm90" and rope_dim % 8 == 0 and rope_dim <= MAX_ROPE_DIM
+
+
+def sparse_rope(
+    q: Tensor,
+    window: Tensor,
+    window_idx: Tensor,
+    compressed: Tensor | None,
+    compressed_idx: Tensor | None,
+    compressed_len: Tensor | None,
+    sink: Tensor,
+    softmax_scale: float,
+    positions: Tensor,
+    table: Tensor,
+    *,
+    out: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """`sparse` between `elementwise.rope` of q and the inverse of its output (model spec 4.2, 4.5 to 4.7), with the bits of the three.
+
+    Shapes: as sparse; R rotary dims (the last R of D), P positions.
+        q          [T, H, D]    not rotated; may be rotated in place: do not use it afterwards
+        positions  [T]          int32, 0 <= positions[t] < P (not checked on CUDA: that would wait for the GPU)
+        table      [P, R/2, 2]  float32, (cos, sin)
+        the others              as in sparse
+    Returns:
+        [T, H, D] of q's dtype: out, or a new tensor
+    Raises, determinism: as sparse.
+    Dispatched as attention.sparse. The Hopper kernels rotate q and the output themselves (R a multiple of 8 up to 64,
+    csrc/attention/sparse_output_sm90.cuh); otherwise the separate ops run. Reference: ops.reference.attention.sparse_rope.
+    """
+    op = "attention.sparse_rope"
+    _check_sparse(op, q, window, window_idx, compressed, compressed_idx, compressed_len, sink)
+    check_rotary(op, "q", q, positions, table)
+    out = _sparse_output(op, q, out)
+    if q.shape[0] == 0:
+        return out
+    operands = (window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale)
+    chosen = select("attention.sparse", q, impl=impl)
+    if chosen == "reference":
+        return reference.sparse_rope(q, *operands, positions, table, out)
+    _check_kernel_sizes(op, q)
+    if _rotates(chosen, table):
+        call(op, chosen, q, *operands, positions, table, out)
+        return out
+    q = elementwise.rope(q, positions, table, out=q)
+    sparse(q, *operands, out=out, impl=chosen)
+    return elementwise.rope(out, positions, table, inverse=True, out=out)
+
+
+def sparse_rope_quant(
+    q: Tensor,
+    window: Tensor,
+    window_idx: Tensor,
+    compressed: Tensor | None,
+    compressed_idx: Tensor | None,
+    compressed_len: Tensor | None,
+    sink: Tensor,
+    softmax_scale: float,
+    positions: Tensor,
+    table: Tensor,
+    *,
+    groups: int,
+    folded: bool,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`sparse` of the rotated q, then `elementwise.rope_quant` of its output by the inverse rotation (model spec 4.7, 8): the same bits.
+
+    Shapes: as sparse_rope; g groups of heads, K = H*D/g.
+        groups     g, divides H; K % 32 == 0
+        folded     one scale for each row of K columns, or one for each 32 columns
+        the others as in sparse_rope
+    Returns:
+        codes  [T, g, K]     float8_e4m3fn
+        scale  [T, g, K/32]  uint8 E8M0 bytes, or with folded=True [T, g] float32 row scales
+        From the Hopper kernel both are transposed views: the tokens of a group lie together, as the products want them.
+    Raises, determinism: as sparse.
+    Dispatched as attention.sparse. The Hopper kernels do all of it for folded rows of eight heads and R as in sparse_rope; otherwise
+    the separate ops run. Reference: ops.reference.attention.sparse_rope_quant.
+    """
+    op = "attention.sparse_rope_quant"
+    _check_sparse(op, q, window, window_idx, compressed, compressed_idx, compressed_len, sink)
+    check_rotary(op, "q", q, positions, table)
+    tokens, heads, dim = q.shape
+    if groups < 1 or heads % groups or heads // groups * dim % 32:
+        raise ValueError(f"{op}: groups must divide the H={heads} heads of q, got {groups}")
+    operands = (window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale)
+    chosen = select("attention.sparse", q, impl=impl)
+    if chosen == "reference":
+        return reference.sparse_rope_quant(q, *operands, positions, table, groups=groups, folded=folded)
+    _check_kernel_sizes(op, q)
+    if _rotates(chosen, table) and folded and heads == groups * CODE_HEADS:
+        codes = torch.empty((groups, tokens, heads // groups * dim), dtype=torch.float8_e4m3fn, device=q.device)
+        row_scale = torch.empty((groups, tokens), dtype=torch.float32, device=q.device)
+        if tokens:
+            call(op, chosen, q, *operands, positions, table, codes, row_scale)
+        return codes.transpose(0, 1), row_scale.t()
+    q = elementwise.rope(q, positions, table, out=q)
+    o = sparse(q, *operands, impl=chosen)
+    return elementwise.rope_quant(o, positions, table, groups, inverse=True, folded=folded)
 
 
 # -- self-tests ------------------------------------------------------------------------------------------------------
@@ -240,11 +369,15 @@ def _self_test_inputs(device: torch.device) -> dict[str, Any]:
     q = torch.randn(tokens, heads, dim, generator=gen).bfloat16()
     operands = {"q": q, "window": pools[0], "window_idx": lanes[0], "compressed": pools[1], "compressed_idx": lanes[1]}
     operands |= {"compressed_len": lengths, "sink": torch.randn(heads, generator=gen)}
+    angle = 6.28 * torch.rand(9, MAX_ROPE_DIM // 2, generator=gen)
+    operands |= {"positions": torch.tensor([8, 0, 3, 3, 5], dtype=torch.int32), "table": torch.stack((angle.cos(), angle.sin()), -1)}
     return {name: operand.to(device) for name, operand in operands.items()}
 
 
-def _self_test_run(inputs: dict[str, Any], impl: str) -> Tensor:
-    return sparse(**inputs, softmax_scale=KERNEL_HEAD_DIM**-0.5, impl=impl)
+def _self_test_run(inputs: dict[str, Any], impl: str) -> tuple[Tensor, Tensor]:
+    common = {"softmax_scale": KERNEL_HEAD_DIM**-0.5, "impl": impl}
+    plain = {name: operand for name, operand in inputs.items() if name not in ("positions", "table")}
+    return sparse(**plain, **common), sparse_rope(**{**inputs, "q": inputs["q"].clone()}, **common)
 
 
 register_self_test("attention.sparse", _self_test_inputs, _self_test_run, bound=2.0**-7)

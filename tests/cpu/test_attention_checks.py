@@ -34,7 +34,7 @@ def no_reference(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
         def reached(*args: Any, **kwargs: Any) -> None:
             raise AssertionError("wrong input reached the implementation")
 
-        for name in ("sparse", "write_window", "write_normed_window", "write_compressed", "compress"):
+        for name in ("sparse", "sparse_rope", "sparse_rope_quant", "write_window", "write_normed_window", "write_compressed", "compress"):
             monkeypatch.setattr(reference, name, reached)
         monkeypatch.setattr(attention, "call", reached)
 
@@ -86,6 +86,89 @@ def test_sparse_kernel_sizes_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(attention, "call", lambda *args: pytest.fail("reached the kernel"))
     with pytest.raises(ValueError, match=r"D=512 and H a multiple of 4 from 4 to 128, got D=64 H=4\. MDI_OPS=attention.sparse=reference"):
         attention.sparse(**sparse_inputs())
+
+
+def rotary_inputs() -> dict[str, Any]:
+    angle = torch.rand(9, 8)
+    return {"positions": torch.tensor([8, 0, 3], dtype=torch.int32), "table": torch.stack((angle.cos(), angle.sin()), -1)}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"sink": torch.zeros(5)}, ValueError, r"sink must be .*\[H=4\], got .*\[5\]"),
+        ({"positions": torch.zeros(3)}, TypeError, r"positions must be int32"),
+        ({"positions": torch.zeros(4, dtype=torch.int32)}, ValueError, r"positions must be .*\[T=3\], got .*\[4\]"),
+        ({"table": torch.ones(9, 8, 3)}, ValueError, r"table must be .*\[P, R/2, 2\], got .*\[9, 8, 3\]"),
+        ({"table": torch.ones(9, 40, 2)}, ValueError, r"at least R=80 \(table\), got 64"),
+        ({"groups": 3}, ValueError, r"groups must divide the H=4 heads of q, got 3"),
+        ({"out": torch.zeros(3, 5, D)}, ValueError, r"out must be .*\[T=3, H=4, D=64\], got .*\[3, 5, 64\]"),
+    ],
+)
+def test_sparse_rope_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    inputs = {**sparse_inputs(), **rotary_inputs(), **change}
+    groups = inputs.pop("groups", None)
+    if "out" not in change:
+        with pytest.raises(error, match="attention.sparse_rope_quant: .*" + message):
+            attention.sparse_rope_quant(**inputs, groups=groups or 2, folded=True)
+    if groups is None:
+        with pytest.raises(error, match="attention.sparse_rope: .*" + message):
+            attention.sparse_rope(**inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparse_rope_is_the_separate_ops(dtype: torch.dtype) -> None:
+    inputs, rotary = sparse_inputs(), rotary_inputs()
+    inputs["q"] = inputs["q"].to(dtype)
+    inputs["compressed_len"] += 4
+    before = inputs["q"].clone()
+    o = attention.sparse(**{**inputs, "q": elementwise.rope(inputs["q"], **rotary)})
+    wanted = elementwise.rope(o, **rotary, inverse=True)
+    assert not torch.equal(wanted, o)
+    out = torch.empty_like(o)
+    assert attention.sparse_rope(**inputs, **rotary, out=out) is out and torch.equal(out, wanted)
+    assert torch.equal(inputs["q"], before)
+    for folded in (False, True):
+        codes, scale = attention.sparse_rope_quant(**inputs, **rotary, groups=2, folded=folded)
+        wanted_codes, wanted_scale = elementwise.rope_quant(o, **rotary, groups=2, inverse=True, folded=folded)
+        assert torch.equal(codes.view(torch.uint8), wanted_codes.view(torch.uint8)) and torch.equal(scale, wanted_scale)
+    empty = {**inputs, **{key: inputs[key][:0] for key in ("q", "window_idx", "compressed_idx", "compressed_len")}}
+    rotary["positions"] = rotary["positions"][:0]
+    assert attention.sparse_rope(**empty, **rotary).shape == (0, 4, D)
+    codes, scale = attention.sparse_rope_quant(**empty, **rotary, groups=2, folded=False)
+    assert codes.shape == (0, 2, 2 * D) and scale.shape == (0, 2, 2 * D // 32)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rope_dim", "groups", "folded", "fused"),
+    [
+        ("sm90", 64, 2, True, True),
+        ("sm90", 8, 2, True, True),
+        ("sm90", 12, 2, True, False),
+        ("sm90", 72, 2, True, False),
+        ("sm90", 64, 4, True, False),
+        ("sm90", 64, 2, False, False),
+        ("portable", 64, 2, True, False),
+    ],
+)
+def test_sparse_rope_quant_takes_the_fused_kernel_where_it_can(
+    monkeypatch: pytest.MonkeyPatch, chosen: str, rope_dim: int, groups: int, folded: bool, fused: bool
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(attention, "select", lambda *args, **kwargs: chosen)
+    monkeypatch.setattr(attention, "call", lambda op, impl, *args: calls.append(f"{op} {impl}"))
+    for name in ("rope", "rope_quant"):
+        monkeypatch.setattr(elementwise, name, lambda x, *args, name=name, **kwargs: calls.append(name) or x)
+    q, table = torch.zeros(3, 16, 512), torch.zeros(9, rope_dim // 2, 2)
+    operands = (torch.zeros(8, 528, dtype=torch.uint8), torch.zeros(3, 5, dtype=torch.int32), None, None, None, torch.zeros(16), 1.0)
+    positions = torch.zeros(3, dtype=torch.int32)
+    attention.sparse_rope_quant(q, *operands, positions, table, groups=groups, folded=folded)
+    separate = ["rope", f"attention.sparse {chosen}", "rope_quant"]
+    assert calls == (["attention.sparse_rope_quant sm90"] if fused else separate)
+    calls.clear()
+    attention.sparse_rope(q, *operands, positions, table)
+    rotates = chosen == "sm90" and rope_dim in (8, 64)
+    assert calls == (["attention.sparse_rope sm90"] if rotates else ["rope", f"attention.sparse {chosen}", "rope"])
 
 
 @pytest.mark.parametrize(("name", "width"), [("window", 66), ("compressed", 36)])

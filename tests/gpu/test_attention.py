@@ -397,6 +397,89 @@ def test_sparse_refuses_other_sizes(impl: str) -> None:
         case.run(impl, q=q, window=torch.zeros(8, 264, dtype=torch.uint8, device="cuda"), sink=torch.zeros(8, device="cuda"))
 
 
+# -- sparse_rope, sparse_rope_quant ------------------------------------------------------------------------------------
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """For comparisons that tell -0 from 0 and hold for NaN."""
+    return x.flatten().view(torch.uint8)
+
+
+def rotary(tokens: int, rope_dim: int) -> dict[str, torch.Tensor]:
+    gen = torch.Generator().manual_seed(tokens + rope_dim)
+    angle = 6.28 * torch.rand(500, rope_dim // 2, generator=gen)
+    positions = torch.randint(500, (tokens,), generator=gen, dtype=torch.int32)
+    return {"positions": positions.cuda(), "table": torch.stack((angle.cos(), angle.sin()), -1).cuda()}
+
+
+def make_uneven(tokens: int, heads: int, window: int = 128, picks: int = 100) -> Inputs:
+    """Columns over sixteen binades, so that groups of a row lie far apart; every third token without a valid lane."""
+    case = make(tokens, heads, window, picks, seed=heads + picks)
+    gen = torch.Generator().manual_seed(1)
+    binades = torch.randint(-14, 2, (DIM // 32,), generator=gen).repeat_interleave(32)
+    case.window = reference.pack_window((torch.randn(700, DIM, generator=gen) * torch.exp2(binades)).bfloat16()).cuda()
+    case.window_idx[1::3] = -1
+    if case.compressed_len is not None:
+        case.compressed_len[1::3] = 0
+    return case
+
+
+@few_and_many
+@pytest.mark.parametrize(
+    ("heads", "groups", "rope_dim"),
+    [(64, 8, 64), (64, 8, 32), (64, 4, 64), (64, 16, 8), (8, 1, 64), (24, 3, 64), (104, 13, 64), (128, 16, 64), (20, 5, 64)],
+)
+def test_sparse_rope_is_the_composition(impl: str, heads: int, groups: int, rope_dim: int, tokens: int) -> None:
+    case, rotation = make_uneven(tokens, heads), rotary(tokens, rope_dim)
+    o = case.run(impl, q=elementwise.rope(case.q, **rotation))
+    operands = [case.window, case.window_idx, case.compressed, case.compressed_idx, case.compressed_len, case.sink, SCALE]
+    out = torch.full_like(o, math.nan)
+    got = attention.sparse_rope(case.q.clone(), *operands, **rotation, out=out, impl=impl)
+    assert got is out
+    assert torch.equal(bits(got), bits(elementwise.rope(o, **rotation, inverse=True)))
+    for folded in (True, False):
+        wanted = elementwise.rope_quant(o, **rotation, groups=groups, inverse=True, folded=folded)
+        rows = attention.sparse_rope_quant(case.q.clone(), *operands, **rotation, groups=groups, folded=folded, impl=impl)
+        for part, whole in zip(rows, wanted, strict=True):
+            assert part.shape == whole.shape and part.dtype == whole.dtype
+            assert torch.equal(bits(part), bits(whole)), f"folded={folded}"
+
+
+@few_and_many
+@pytest.mark.parametrize(("window", "picks"), [(128, 0), (128, 512), (1, 0), (0, 70), (0, 0)])
+def test_sparse_rope_quant_lane_counts_and_nan(impl: str, window: int, picks: int, tokens: int) -> None:
+    case, rotation = make_uneven(tokens, 64, window, picks), rotary(tokens, 64)
+    if window:
+        case.window_idx[2, 0] = 0
+        case.window[0, 300] = 0x7F
+    o = case.run(impl, q=elementwise.rope(case.q, **rotation))
+    operands = [case.window, case.window_idx, case.compressed, case.compressed_idx, case.compressed_len, case.sink, SCALE]
+    rows = attention.sparse_rope_quant(case.q.clone(), *operands, **rotation, groups=8, folded=True, impl=impl)
+    wanted = elementwise.rope_quant(o, **rotation, groups=8, inverse=True, folded=True)
+    assert torch.equal(bits(rows[0]), bits(wanted[0])) and torch.equal(bits(rows[1]), bits(wanted[1]))
+    if window:
+        assert bool(rows[1][2].isnan().all()) and bool(rows[1][3:].isfinite().any())
+
+
+@pytest.mark.parametrize("window", [128, 0])
+def test_sparse_rope_is_alone(impl: str, window: int) -> None:
+    """A token's output does not depend on its neighbours (without window lanes some have no lane at all), nor on how many there are."""
+    case, rotation = make_uneven(600, 64, window), rotary(600, 64)
+    operands = [case.window, case.window_idx, case.compressed, case.compressed_idx, case.compressed_len, case.sink, SCALE]
+    whole = attention.sparse_rope_quant(case.q.clone(), *operands, **rotation, groups=8, folded=True, impl=impl)
+    o = case.run(impl, q=elementwise.rope(case.q, **rotation))
+    wanted = elementwise.rope_quant(o, **rotation, groups=8, inverse=True, folded=True)
+    assert torch.equal(bits(whole[0]), bits(wanted[0])) and torch.equal(bits(whole[1]), bits(wanted[1]))
+    for first, count in ((0, 1), (131, 7), (550, 50)):
+        part = slice(first, first + count)
+        alone = [x[part] if x is not None and x.shape[0] == 600 else x for x in operands[:-1]]
+        positions = rotation["positions"][part]
+        got = attention.sparse_rope_quant(
+            case.q[part].clone(), *alone, SCALE, positions, rotation["table"], groups=8, folded=True, impl=impl
+        )  # fmt: skip
+        assert torch.equal(bits(got[0]), bits(whole[0][part])) and torch.equal(got[1], whole[1][part])
+
+
 # -- write_window, write_compressed ----------------------------------------------------------------------------------
 
 WRITERS = {

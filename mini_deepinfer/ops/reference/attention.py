@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mini_deepinfer.ops.reference import number_formats as formats
-from mini_deepinfer.ops.reference.elementwise import rmsnorm, rope
+from mini_deepinfer.ops.reference.elementwise import rmsnorm, rope, rope_quant
 
 BLOCK_SLOTS = 64
 _TOKENS_PER_PASS = 128
@@ -98,6 +98,46 @@ def sparse(
             keys, valid = torch.cat((keys, more_keys), 1), torch.cat((valid, more_valid), 1)
         out[part] = _softmax_blocks(q[part], keys, valid, sink, softmax_scale)
     return out
+
+
+def sparse_rope(
+    q: torch.Tensor,
+    window: torch.Tensor,
+    window_idx: torch.Tensor,
+    compressed: torch.Tensor | None,
+    compressed_idx: torch.Tensor | None,
+    compressed_len: torch.Tensor | None,
+    sink: torch.Tensor,
+    softmax_scale: float,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`sparse` of the rotated q [T, H, D], and the rotation taken off its output (model spec 4.2, 4.7)."""
+    q = rope(q, positions, table)
+    out = sparse(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, out)
+    return rope(out, positions, table, inverse=True, out=out)
+
+
+def sparse_rope_quant(
+    q: torch.Tensor,
+    window: torch.Tensor,
+    window_idx: torch.Tensor,
+    compressed: torch.Tensor | None,
+    compressed_idx: torch.Tensor | None,
+    compressed_len: torch.Tensor | None,
+    sink: torch.Tensor,
+    softmax_scale: float,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    groups: int,
+    folded: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sparse` of the rotated q [T, H, D], then `rope_quant` of its output: codes [T, groups, H*D/groups] and their scales."""
+    q = rope(q, positions, table)
+    o = sparse(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale)
+    return rope_quant(o, positions, table, groups, inverse=True, folded=folded)
 
 
 def _gather(rows, index, length, unpack):
