@@ -174,7 +174,7 @@ def test_folded_candidate_logits(heads: int) -> None:
 
 
 def test_candidate_logits_in_rounds() -> None:
-    """More key blocks (500) than the 3 thread blocks of the harness hold at once (3 * 152), lists longer than a warp, and a token
+    """More key blocks (500) than the 3 thread blocks of the harness hold at once (3 * 160), lists longer than a warp, and a token
     whose candidates all lie in one thread block's shared memory."""
     g = generator(5)
     owner, visible = torch.tensor([0, 1, 1, 0], dtype=torch.int32), torch.tensor([2000, 1999, 1201, 1600], dtype=torch.int32)
@@ -186,3 +186,16 @@ def test_candidate_logits_in_rounds() -> None:
     candidates[3, 66:] = -1
     wanted = reference.candidate_logits(*operands, 2000, candidates, 8)
     assert_bitwise(score(operands, 2000, 960, candidates, "candidate_logits_sm90"), wanted, "scores")
+
+
+def test_candidate_logits_of_a_block_named_often() -> None:
+    """A list longer than its place in shared memory: the second pass scores the token."""
+    g = generator(6)
+    keys, table = index_key_rows(g, 64, 128), page_table(g, 1, 1, 1)
+    weights = normal(g, 2, 8, scale=2.0**-6)
+    visible = torch.tensor([64, 60], dtype=torch.int32)
+    operands = (*reference.quant_query(normal(g, 2, 8, 128)), weights, keys, table, torch.zeros(2, dtype=torch.int32), visible)
+    candidates = torch.arange(8, dtype=torch.int32).repeat(2, 40)
+    candidates[1] = 7
+    wanted = reference.candidate_logits(*operands, 64, candidates, 8)
+    assert_bitwise(score(operands, 64, 2560, candidates, "candidate_logits_sm90"), wanted, "scores")
