@@ -442,6 +442,7 @@ __device__ __forceinline__ void produce(const LogitsParams& p, const Workspace& 
                     ptx::bulk_load(items, list, bytes, full);
                 }
             }
+            __syncwarp();  // nobody may wait for a slot before its last token has been waited for
             target += kStep, full += 8 * kProducers;
             if (target == end_target) target -= kSlots / kProducers * kStep, full -= 8 * kSlots, phase ^= 1;
         }

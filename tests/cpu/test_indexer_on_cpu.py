@@ -189,13 +189,15 @@ def test_candidate_logits_in_rounds() -> None:
 
 
 def test_candidate_logits_of_a_block_named_often() -> None:
-    """A list longer than its place in shared memory: the second pass scores the token."""
+    """More tokens than a thread block holds at once, and one list that is longer than its place in shared memory."""
     g = generator(6)
+    tokens = 30
+    owner, visible = torch.zeros(tokens, dtype=torch.int32), torch.arange(64 - tokens, 64, dtype=torch.int32) + 1
     keys, table = index_key_rows(g, 64, 128), page_table(g, 1, 1, 1)
-    weights = normal(g, 2, 8, scale=2.0**-6)
-    visible = torch.tensor([64, 60], dtype=torch.int32)
-    operands = (*reference.quant_query(normal(g, 2, 8, 128)), weights, keys, table, torch.zeros(2, dtype=torch.int32), visible)
-    candidates = torch.arange(8, dtype=torch.int32).repeat(2, 40)
-    candidates[1] = 7
+    weights = normal(g, tokens, 8, scale=2.0**-6)
+    operands = (*reference.quant_query(normal(g, tokens, 8, 128)), weights, keys, table, owner, visible)
+    candidates = torch.full((tokens, 240), -1, dtype=torch.int32)
+    candidates[:, :8] = torch.arange(8)
+    candidates[-1] = 7
     wanted = reference.candidate_logits(*operands, 64, candidates, 8)
-    assert_bitwise(score(operands, 64, 2560, candidates, "candidate_logits_sm90"), wanted, "scores")
+    assert_bitwise(score(operands, 64, 1920, candidates, "candidate_logits_sm90"), wanted, "scores")
