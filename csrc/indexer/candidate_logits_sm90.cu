@@ -190,6 +190,17 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
     const int num_buckets = w.num_owners * w.num_rounds;
     for (int i = threadIdx.x; i < num_buckets; i += kPrepareThreads) count[i] = 0;
     bool ok = true;
+    constexpr int kAhead = 8;  // candidates of a thread that are asked for before the queries are folded
+    const int32_t* candidates = p.candidates + token * p.num_candidates;
+    int ids[kAhead];
+    const auto ask = [&](int base) {
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            const int i = base + j * kPrepareThreads;
+            ids[j] = i < p.num_candidates ? candidates[i] : -1;
+        }
+    };
+    ask(static_cast<int>(threadIdx.x));
     if (threadIdx.x < 4 * kHeads) ok = fold_query(p, token, reinterpret_cast<uint8_t*>(image), w.tokens[token]);
     const int bad = __syncthreads_or(!ok);  // also: the counts are zero
     static_assert(sizeof(image) == 16 * kPrepareThreads, "one copy a thread");
@@ -204,29 +215,32 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
     const int first = seq * w.num_blocks;             // number of the sequence's first block
     // number * inverse >> 32 is number / num_owners while their product is below 2^32; numbers are below kMaxBuckets * kMaxSlots
     const uint32_t inverse = 0xffffffffu / static_cast<uint32_t>(w.num_owners) + 1;
-    const int32_t* candidates = p.candidates + token * p.num_candidates;
     uint4* out = reinterpret_cast<uint4*>(p.out + token * p.out_stride);
     bool fits = true;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < p.num_candidates; i += kPrepareThreads) {
-        const int id = candidates[i];
-        uint32_t place = 0xffffffffu;
-        const bool seen = id >= 0 && id < limit;
-        if (seen) {
-            const int number = first + id;
-            const int turn = static_cast<int>(static_cast<uint64_t>(number) * inverse >> 32);
-            const int round = w.num_rounds == 1 ? 0 : turn / w.num_slots;
-            const int bucket = round * w.num_owners + number - turn * w.num_owners;
-            const int rank = atomicAdd(&count[bucket], 1);
-            fits = fits && rank < kMaxItems;
-            place = static_cast<uint32_t>(bucket) << 16 | static_cast<uint32_t>(rank);
-            items[i] = make_item(i, turn - round * w.num_slots, min_of(kBlockKeys, visible - id * kBlockKeys));
+    for (int base = threadIdx.x; base < p.num_candidates; base += kAhead * kPrepareThreads) {
+        if (base >= kAhead * kPrepareThreads) ask(base);
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            const int i = base + j * kPrepareThreads, id = ids[j];
+            if (i >= p.num_candidates) break;
+            uint32_t place = 0xffffffffu;
+            const bool seen = id >= 0 && id < limit;
+            if (seen) {
+                const int number = first + id;
+                const int turn = static_cast<int>(static_cast<uint64_t>(number) * inverse >> 32);
+                const int round = w.num_rounds == 1 ? 0 : turn / w.num_slots;
+                const int bucket = round * w.num_owners + number - turn * w.num_owners;
+                const int rank = atomicAdd(&count[bucket], 1);
+                fits = fits && rank < kMaxItems;
+                place = static_cast<uint32_t>(bucket) << 16 | static_cast<uint32_t>(rank);
+                items[i] = make_item(i, turn - round * w.num_slots, min_of(kBlockKeys, visible - id * kBlockKeys));
+            }
+            if (!seen || (id + 1) * kBlockKeys > visible) {  // not all of its keys get a score
+                const uint32_t pair = kNegInfBf16 * 0x10001u;
+                out[i] = make_uint4(pair, pair, pair, pair);
+            }
+            places[i] = place;
         }
-        if (!seen || (id + 1) * kBlockKeys > visible) {  // not all of its keys get a score
-            const uint32_t pair = kNegInfBf16 * 0x10001u;
-            out[i] = make_uint4(pair, pair, pair, pair);
-        }
-        places[i] = place;
     }
     uint16_t* offsets = w.offsets + token * (kMaxBuckets + 1);
     if (__syncthreads_or(!fits) != 0) {  // a block that is named many times: the second pass scores this token
@@ -463,6 +477,7 @@ __device__ __forceinline__ void consume(const LogitsParams& p, const Workspace& 
     uint32_t source = at.slots + group * static_cast<uint32_t>(sizeof(TokenSlot)), full = at.full + 8 * group;
     const uint32_t end_source = source + kBuffers * kStep;
     const int end_token = padded_tokens(p.num_tokens);
+    uint4 a[4] = {};
     for (int token = group; token < end_token; token += kGroups) {
         ptx::mbarrier_wait(full, phase);
         const uint2 items = load_shared_64(source + static_cast<uint32_t>(offsetof(TokenSlot, first)));
@@ -481,12 +496,15 @@ __device__ __forceinline__ void consume(const LogitsParams& p, const Workspace& 
         const auto step = [&](auto whole) {  // whole: there are 8 items
             const bool here = whole || index < left;
             const uint32_t item = here ? load_shared_32(list) : 0;
-            const uint32_t bits = slot_bits_of(item);
-            const uint32_t row = (bits >> 7) + my_rows;
-            uint4 a[4];
+            const bool any_here = whole || __any_sync(0xffffffffu, here) != 0;  // false: this warp only takes part in the products
+            float factor = 0.0f;
+            if (any_here) {
+                const uint32_t bits = slot_bits_of(item);
+                const uint32_t row = (bits >> 7) + my_rows;
 #pragma unroll
-            for (int k = 0; k < 4; ++k) a[k] = load_shared_128(row + 256 * k);
-            const float factor = bits_float(load_shared_32((bits >> 12) + my_factors));
+                for (int k = 0; k < 4; ++k) a[k] = load_shared_128(row + 256 * k);
+                factor = bits_float(load_shared_32((bits >> 12) + my_factors));
+            }
             uint32_t acc[4 * kTiles];
             fence_registers(acc);
 #pragma unroll
@@ -497,7 +515,7 @@ __device__ __forceinline__ void consume(const LogitsParams& p, const Workspace& 
             wgmma_commit();
             wgmma_wait<0>();
             fence_registers(acc);
-            if (!whole && !__any_sync(0xffffffffu, here)) return;
+            if (!any_here) return;
             // Sums start from -0, that is from their first term; against +0 that can only make a zero negative, see below
             float low = -0.0f, high = -0.0f;
 #pragma unroll
