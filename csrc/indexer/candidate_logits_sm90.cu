@@ -1,29 +1,36 @@
 // Index scores of the candidate blocks (candidate_logits.cu: same function, same bits) from folded keys: int8 rows (fold.cuh)
-// and mma.sync s8.
+// and wgmma s8.
 //
 // Every token has its own 16,384 keys, so a kernel that fetches them for each token moves 1 KiB of int8 a block, 8.9 GB at 4,096
 // tokens, and waits for L2 (measured: 77 % of its rate, 1.24 ms). Here the keys stay and the tokens travel: the blocks of 8 keys
 // of all sequences are dealt to the thread blocks, one an SM (block number b to thread block b % G), each folds its own into
 // shared memory once (131,072 keys: 125 blocks, 129 KiB) and then scores all tokens against what it holds. A token costs 4 KiB of
 // folded queries and a short list an SM, 2.3 GB in all. Dealing in turn spreads blocks that many tokens want over all SMs. More
-// blocks than shared memory holds are done in rounds. Measured on an H200, 4,096 tokens, 2,048 blocks each: 1.05 ms, 0.06 of it
-// `prepare`. The rest is the sum of the products (6 cycles an mma.sync, in which the scheduler issues nothing else) and of all
-// other instructions; so what counts is their number.
+// blocks than shared memory holds are done in rounds.
 //
 // Passes (one stream, no host synchronisation):
-//   prepare        a token a thread block: queries folded into B fragments; the candidates sorted by the bucket (round, thread
-//                  block) that holds them; -inf for the columns without a visible entry; largest visible count of each sequence
-//   score          persistent, one thread block an SM: rows folded into shared memory, then a token a warp: two blocks a step
-//                  (M = 16: lanes g < 4 hold the keys of the first, as rows g and g + 8, lanes g >= 4 those of the second). The
-//                  next token's queries and list are fetched meanwhile
+//   prepare        a token a thread block: queries folded into the image that wgmma reads; the candidates sorted by the bucket
+//                  (round, thread block) that holds them; -inf for blocks that are not wholly visible; largest visible count of
+//                  each sequence
+//   score          persistent, one thread block an SM: rows folded into shared memory, then a token a warpgroup. Producer warps
+//                  fetch the records and lists of the tokens to come
 //   second pass    candidate_logits.cu for tokens whose queries and for blocks whose keys do not fold; nothing otherwise
 //
-// Byte order of a block in shared memory: 16 bytes at 256 * s + 16 * (4 * (g % 4) + t) are the A fragment of MMA step s of lane
-// (g, t): words 2s and 2s + 1 of quarter t of key g % 4, interleaved with those of key g % 4 + 4; its 8 factors last.
+// A step of a warpgroup: 64 keys, which are 8 blocks of the token's list (A), times 32 heads (B, N = 32), K = 128. Blocks lie
+// anywhere, and a descriptor steps evenly from 8 rows to the next 8, so A comes from registers: a warp loads the fragments of two
+// blocks (M = 16: lanes g < 4 hold the keys of the first, as rows g and g + 8, lanes g >= 4 those of the second). A warp without
+// blocks in a token's last step loads nothing and only takes part in the products.
+//
+// Measured on an H200, 4,096 tokens, 2,048 blocks of 131,072 keys each: 0.96 ms (with mma.sync, a token a warp: 1.06), 0.05 of it
+// `prepare`; without head sums 0.73 ms. Shared memory is busy 74 % of the time: of about 280 cycles a token and SM half are the
+// fragments of A and a quarter B, and the last step of a token is half empty on average. The schedulers issue 65 %.
+//
+// Byte order of a block in shared memory: 16 bytes at 256 * s + 16 * (4 * (g % 4) + t) are the A fragment of K step s of lane
+// (g, t): words 2s and 2s + 1 of quarter t of key g % 4, interleaved with those of key g % 4 + 4.
 // Head sums: score_tile.cuh. The order inside a bucket depends on atomics, a key's score does not depend on that order.
 // Limits: Hi <= 32, Di = 128, blocks of 8, pages of whole blocks, at most kMaxBuckets buckets and kMaxCandidates candidates;
 // otherwise, or without a workspace, candidate_logits.cu does everything. Workspace: candidate_workspace_bytes().
-// SASS: IMMA
+// SASS: IGMMA
 #include "common/launch.h"
 #include "common/math.h"
 #include "common/ptx_sm90.cuh"
@@ -43,10 +50,10 @@ constexpr int kHeads = 32;
 constexpr int kBlockKeys = 8;
 constexpr int kCodeBytes = kBlockKeys * kDim;
 constexpr int kFactorBytes = kBlockKeys * 4;
-constexpr int kGroups = 6;    // warpgroups that score
-constexpr int kBuffers = 2;   // tokens of a warpgroup in shared memory
+constexpr int kGroups = 7;     // warpgroups that score
+constexpr int kBuffers = 2;    // tokens of a warpgroup in shared memory
+constexpr int kProducers = 2;  // warps that fetch; one takes 480 cycles a token, the warpgroups together want one in 400
 constexpr int kSlots = kGroups * kBuffers;
-constexpr int kProducers = 4;  // warps that fetch, one a scheduler
 constexpr int kThreads = (4 * kGroups + kProducers) * 32;
 static_assert(kSlots % kProducers == 0, "a token of a warpgroup always has the same producer");
 constexpr int kMaxBuckets = 512;
@@ -56,11 +63,11 @@ constexpr int kSharedBytes = 227 * 1024;
 // What a warpgroup needs of a token: its folded query rows as wgmma reads them, and the weights.
 struct TokenRecord {
     uint8_t image[kHeads * kDim];  // row = head, 128-byte swizzle; 16 bytes at chunk c are words c of quarters 0..3
-    uint32_t weight[4][8];         // [t][2n + e]: scaled weight of head 8n + 2t + e, bf16 in the upper half
+    uint32_t weight[4][4];         // [t][n]: scaled weights (bf16) of heads 8n + 2t and 8n + 2t + 1
 };
-static_assert(sizeof(TokenRecord) == 4224, "one bulk copy");
+static_assert(sizeof(TokenRecord) == 4160, "one bulk copy");
 
-constexpr int kListWords = 220, kMaxItems = kListWords - 8;  // of a token in a bucket; copies start at a multiple of 4 items
+constexpr int kListWords = 236, kMaxItems = kListWords - 8;  // of a token in a bucket; copies start at a multiple of 4 items
 
 struct alignas(1024) TokenSlot {
     TokenRecord record;
@@ -70,10 +77,11 @@ struct alignas(1024) TokenSlot {
 };
 static_assert(sizeof(TokenSlot) == 5120, "image on 1024 bytes");
 constexpr int kBarrierBytes = 2 * 8 * kSlots;
-constexpr int kMaxSlots = (kSharedBytes - 1024 - kBarrierBytes - kSlots * static_cast<int>(sizeof(TokenSlot))) / (kCodeBytes + kFactorBytes);
+constexpr int kMaxSlots =  // key blocks of an SM
+    (kSharedBytes - 1024 - kBarrierBytes - kSlots * static_cast<int>(sizeof(TokenSlot))) / (kCodeBytes + kFactorBytes);
 static_assert(kMaxSlots <= kMaxItems, "a list of different blocks fits");
 
-// An entry of a token's list: 16 * column block (from bit 4), where the key block lies (from bit 17), its visible keys (from bit 28).
+// An entry of a token's list: column block (from bit 4), where the key block lies (from bit 17), its visible keys (from bit 28).
 MDI_HOST_DEVICE constexpr uint32_t make_item(int position, int slot, int num_visible) {
     return static_cast<uint32_t>(position) << 4 | static_cast<uint32_t>(slot) << 17 | static_cast<uint32_t>(num_visible) << 28;
 }
@@ -173,7 +181,7 @@ __device__ __forceinline__ bool fold_query(const LogitsParams& p, int64_t token,
     for (int c = 0; c < 8; ++c)
         *reinterpret_cast<uint32_t*>(image + swizzle128(static_cast<uint32_t>(head * kDim + c * 16 + quarter * 4))) = folded.bytes[c];
     if (quarter == 0)
-        record.weight[head % 8 / 2][head / 8 * 2 + head % 2] = static_cast<uint32_t>(scaled_weight(weight, folded.exponent)) << 16;
+        reinterpret_cast<uint16_t*>(&record.weight[head % 8 / 2][head / 8])[head % 2] = scaled_weight(weight, folded.exponent);
     return folded.ok && weight_folds(weight);
 }
 
@@ -288,8 +296,8 @@ __device__ __forceinline__ PackedQuarter load_block(const LogitsParams& p, const
 }
 
 // Folds a block into shared memory; one warp.
-__device__ __forceinline__ void store_block(const Workspace& w, int number, const PackedQuarter& packed, uint8_t* rows, float* factors,
-                                            int lane) {
+__device__ __forceinline__ void store_block(const Workspace& w, int number, const PackedQuarter& packed, uint8_t* rows,
+                                            float* factors, int lane) {
     if (!packed.here) return;
     const Folded folded = fold_quarter(packed.word, packed.scale);
     // lanes of keys 0..3 write steps 0 and 1 of themselves and the key 4 further on, lanes of keys 4..7 steps 2 and 3
@@ -314,7 +322,6 @@ __device__ __forceinline__ void store_block(const Workspace& w, int number, cons
         if (!ok) atomicOr(w.any_marked, 1);
     }
 }
-
 
 // ld.shared and st.shared
 __device__ __forceinline__ uint32_t load_shared_32(uint32_t smem) {
@@ -429,7 +436,8 @@ __device__ __forceinline__ void produce(const LogitsParams& p, const Workspace& 
                                         uint32_t& phase) {
     const int lane = threadIdx.x % 32, end_token = padded_tokens(p.num_tokens);
     const auto offset_of = [&](int token, int which) {
-        return token < p.num_tokens ? static_cast<int>(w.offsets[static_cast<int64_t>(token) * (kMaxBuckets + 1) + bucket + which]) : 0;
+        const int64_t at_token = static_cast<int64_t>(token) * (kMaxBuckets + 1);
+        return token < p.num_tokens ? static_cast<int>(w.offsets[at_token + bucket + which]) : 0;
     };
     constexpr uint32_t kStep = kProducers * static_cast<uint32_t>(sizeof(TokenSlot));
     uint32_t target = at.slots + producer * static_cast<uint32_t>(sizeof(TokenSlot)), full = at.full + 8 * producer;
@@ -468,9 +476,9 @@ __device__ __forceinline__ void consume(const LogitsParams& p, const Workspace& 
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint32_t key = g % 4 + 4 * (t % 2);  // of the lane's block, see the sums below
     uint32_t threshold = t < 2 ? (key + 1) << 28 : 0xffffffffu;  // lanes t >= 2 hold what lanes t < 2 store
-    uint32_t my_rows = at.rows + lane % 16 * 16, my_factors = at.factors + key * 4, my_weights = kHeads * kDim + t * 32;
+    uint32_t my_rows = at.rows + lane % 16 * 16, my_factors = at.factors + key * 4, my_weights = kHeads * kDim + t * 16;
     uint32_t odd = lane % 2;
-    uint32_t start = 2 * warp + lane / 16;  // of the lane's items; in turns, so that the last ones do not always fall to the same warps
+    uint32_t start = 2 * warp + lane / 16;  // the lane's first item; in turns: the last ones must not always fall to the same warps
     uint64_t row_out = reinterpret_cast<uint64_t>(p.out + group * p.out_stride + key);
     keep(threshold), keep(my_rows), keep(my_factors), keep(my_weights), keep(odd), keep(start), keep(row_out);
     constexpr uint32_t kStep = kGroups * static_cast<uint32_t>(sizeof(TokenSlot));
@@ -481,12 +489,12 @@ __device__ __forceinline__ void consume(const LogitsParams& p, const Workspace& 
     for (int token = group; token < end_token; token += kGroups) {
         ptx::mbarrier_wait(full, phase);
         const uint2 items = load_shared_64(source + static_cast<uint32_t>(offsetof(TokenSlot, first)));
-        uint32_t weight[8];
+        uint32_t weight[2 * kTiles];
+        const uint4 pairs = load_shared_128(source + my_weights);
+        const uint32_t pair[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
 #pragma unroll
-        for (int i = 0; i < (kTiles + 1) / 2; ++i) {
-            const uint4 v = load_shared_128(source + my_weights + i * 16);
-            weight[4 * i] = v.x, weight[4 * i + 1] = v.y, weight[4 * i + 2] = v.z, weight[4 * i + 3] = v.w;
-        }
+        for (int n = 0; n < kTiles; ++n) weight[2 * n] = pair[n] << 16, weight[2 * n + 1] = pair[n] & 0xffff0000u;
+        fence_registers(weight);  // unpacked once
         const int count = __shfl_sync(0xffffffffu, static_cast<int>(items.y), 0);  // known to be uniform
         const uint64_t out = row_out;
         const int index = static_cast<int>(start);
@@ -582,7 +590,8 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Work
 
 template <int kTiles>
 void launch_score(const LogitsParams& p, const Workspace& w) {
-    const size_t bytes = static_cast<size_t>(w.num_slots) * (kCodeBytes + kFactorBytes) + kSlots * sizeof(TokenSlot) + kBarrierBytes + 1024;
+    const size_t bytes =
+        static_cast<size_t>(w.num_slots) * (kCodeBytes + kFactorBytes) + kSlots * sizeof(TokenSlot) + kBarrierBytes + 1024;
     launch("indexer.candidate_logits", score_kernel<kTiles>,
            {dim3(static_cast<unsigned>(w.num_owners)), dim3(kThreads), bytes, p.stream}, p, w);
 }

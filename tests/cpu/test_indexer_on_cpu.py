@@ -174,7 +174,7 @@ def test_folded_candidate_logits(heads: int) -> None:
 
 
 def test_candidate_logits_in_rounds() -> None:
-    """More key blocks (500) than the 3 thread blocks of the harness hold at once (3 * 160), lists longer than a warp, and a token
+    """More key blocks (500) than the 3 thread blocks of the harness hold at once (3 * 151), lists longer than a warp, and a token
     whose candidates all lie in one thread block's shared memory."""
     g = generator(5)
     owner, visible = torch.tensor([0, 1, 1, 0], dtype=torch.int32), torch.tensor([2000, 1999, 1201, 1600], dtype=torch.int32)
