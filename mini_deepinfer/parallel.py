@@ -1,4 +1,4 @@
-"""Expert parallelism: how the rows of a step travel between ranks (architecture, section 5).
+"""Expert parallelism: how the rows of a step travel between ranks (docs/architecture.md, "Ranks").
 
 Attention is data parallel and experts are expert parallel: every rank sends its token rows to all ranks
 (:meth:`ExpertParallel.start_all_gather`), computes its own experts for all of them and sends the partial sums back

@@ -400,6 +400,37 @@ def test_swiglu_quant_past_2_31_elements(cuda: torch.device) -> None:
     assert int(codes.view(torch.uint8).count_nonzero()) == int(small_codes.view(torch.uint8).count_nonzero())
 
 
+@pytest.mark.big
+def test_swiglu_quant_folded_past_2_31_elements(cuda: torch.device) -> None:
+    """932,100 rows of 2,304: h and codes cross 2^31 at row 932,067, gate and up at row 466,033."""
+    m, f = 932_100, 2304
+    rows = [0, 466_033, 466_034, 932_067, 932_068, m - 1]
+    gu = torch.zeros(m, 2 * f, dtype=torch.bfloat16, device=cuda)
+    gu[rows] = normal(generator(17), len(rows), 2 * f).to(cuda)
+    got = moe.swiglu_quant_folded(gu, 10.0, impl="portable")
+    for out, wanted, name in zip(got, moe.swiglu_quant_folded(gu[rows], 10.0, impl="portable"), ("h", "codes", "row_scale"), strict=True):
+        assert_bitwise(out[rows], wanted, name)
+    for out in got[:2]:
+        assert int(out.view(torch.uint8).count_nonzero()) == int(out[rows].view(torch.uint8).count_nonzero())
+
+
+def test_no_rows(cuda: torch.device) -> None:
+    """M = 0, as on a rank without tokens: the ops return empty tensors, and the kernels launch nothing."""
+    gu = torch.empty(0, 128, dtype=torch.bfloat16, device=cuda)
+    none, bound = torch.empty(0, device=cuda), torch.zeros(1, dtype=torch.int32, device=cuda)
+    codes, scale = moe.swiglu_quant(gu, none, 10.0, bound, impl="portable")
+    h, folded, row_scale = moe.swiglu_quant_folded(gu, 10.0, impl="portable")
+    for out in (moe.swiglu(gu, None, 10.0, impl="portable"), codes, h, folded):
+        assert out.shape == (0, 64)
+    assert scale.shape == (0, 2) and row_scale.shape == (0,)
+    _dispatch.call("moe.swiglu_quant", "portable", gu, None, 10.0, None, codes, scale, None)
+    _dispatch.call("moe.swiglu_quant", "portable", gu, None, 10.0, None, None, None, h)
+    _dispatch.call("moe.swiglu_quant_folded", "portable", gu, 10.0, h, folded, row_scale)
+    wide = torch.empty(0, 128, dtype=torch.uint8, device=cuda)
+    _dispatch.call("moe.swiglu_fold", "portable", gu, none, 10.0, bound, wide, row_scale)
+    torch.cuda.synchronize(cuda)  # a launch of zero blocks would be an error here
+
+
 # -- combine ---------------------------------------------------------------------------------------------------------
 
 
