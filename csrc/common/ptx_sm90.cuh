@@ -1,6 +1,7 @@
 // One function = one instruction of PTX available from sm_90 on (setmaxnreg: the "a" targets). Nothing else belongs
 // here. Shared-memory addresses are 32-bit (ptx::smem_address); barriers are 8-byte mbarrier objects.
 #pragma once
+#if !defined(MDI_CUDA_ON_CPU)  // tests/host/cuda_on_cpu.h brings its own
 #include <cuda.h>  // CUtensorMap; types only, libcuda is not linked
 
 #include <cstdint>
@@ -152,3 +153,4 @@ MDI_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.
 MDI_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 }  // namespace mdi::ptx
+#endif

@@ -1,35 +1,46 @@
 // Index scores of the candidate blocks (candidate_logits.cu: same function, same bits) from folded keys: int8 rows (fold.cuh)
-// and mma.sync s8.
+// and wgmma s8.
 //
 // Every token has its own 16,384 keys, so a kernel that fetches them for each token moves 1 KiB of int8 a block, 8.9 GB at 4,096
 // tokens, and waits for L2 (measured: 77 % of its rate, 1.24 ms). Here the keys stay and the tokens travel: the blocks of 8 keys
 // of all sequences are dealt to the thread blocks, one an SM (block number b to thread block b % G), each folds its own into
 // shared memory once (131,072 keys: 125 blocks, 129 KiB) and then scores all tokens against what it holds. A token costs 4 KiB of
 // folded queries and a short list an SM, 2.3 GB in all. Dealing in turn spreads blocks that many tokens want over all SMs. More
-// blocks than shared memory holds are done in rounds. Measured on an H200, 4,096 tokens, 2,048 blocks each: 1.05 ms, 0.06 of it
-// `prepare`. The rest is the sum of the products (6 cycles an mma.sync, in which the scheduler issues nothing else) and of all
-// other instructions; so what counts is their number.
+// blocks than shared memory holds are done in rounds.
 //
 // Passes (one stream, no host synchronisation):
-//   prepare        a token a thread block: queries folded into B fragments; the candidates sorted by the bucket (round, thread
-//                  block) that holds them; -inf for the columns without a visible entry; largest visible count of each sequence
-//   score          persistent, one thread block an SM: rows folded into shared memory, then a token a warp: two blocks a step
-//                  (M = 16: lanes g < 4 hold the keys of the first, as rows g and g + 8, lanes g >= 4 those of the second). The
-//                  next token's queries and list are fetched meanwhile
+//   prepare        a token a thread block: queries folded into the image that wgmma reads; the candidates sorted by the bucket
+//                  (round, thread block) that holds them; -inf for blocks that are not wholly visible; largest visible count of
+//                  each sequence
+//   score          persistent, one thread block an SM: rows folded into shared memory, then a token a warpgroup. Producer warps
+//                  fetch the records and lists of the tokens to come
 //   second pass    candidate_logits.cu for tokens whose queries and for blocks whose keys do not fold; nothing otherwise
 //
-// Byte order of a block in shared memory: 16 bytes at 256 * s + 16 * (4 * (g % 4) + t) are the A fragment of MMA step s of lane
-// (g, t): words 2s and 2s + 1 of quarter t of key g % 4, interleaved with those of key g % 4 + 4; its 8 factors last.
+// A step of a warpgroup: 64 keys, which are 8 blocks of the token's list (A), times 32 heads (B, N = 32), K = 128. Blocks lie
+// anywhere, and a descriptor steps evenly from 8 rows to the next 8, so A comes from registers: a warp loads the fragments of two
+// blocks (M = 16: lanes g < 4 hold the keys of the first, as rows g and g + 8, lanes g >= 4 those of the second). A warp without
+// blocks in a token's last step loads nothing and only takes part in the products.
+//
+// Measured on an H200, 4,096 tokens, 2,048 blocks of 131,072 keys each: 0.96 ms (with mma.sync, a token a warp: 1.05), 0.05 of it
+// `prepare`; without head sums 0.73 ms. Shared memory is busy 70 % of the time (275 cycles a token and SM: half of them the
+// fragments of A, a quarter B), the schedulers issue 66 %; the last step of a token is half empty on average.
+//
+// Byte order of a block in shared memory: 16 bytes at 256 * s + 16 * (4 * (g % 4) + t) are the A fragment of K step s of lane
+// (g, t): words 2s and 2s + 1 of quarter t of key g % 4, interleaved with those of key g % 4 + 4.
 // Head sums: score_tile.cuh. The order inside a bucket depends on atomics, a key's score does not depend on that order.
 // Limits: Hi <= 32, Di = 128, blocks of 8, pages of whole blocks, at most kMaxBuckets buckets and kMaxCandidates candidates;
 // otherwise, or without a workspace, candidate_logits.cu does everything. Workspace: candidate_workspace_bytes().
-// SASS: IMMA
+// SASS: IGMMA
 #include "common/launch.h"
 #include "common/math.h"
-#include "common/ptx_sm80.cuh"
+#include "common/ptx_sm90.cuh"
+#include "common/wgmma_sm90.cuh"
 #include "indexer/fold.cuh"
 #include "indexer/indexer.h"
 #include "indexer/score_tile.cuh"
+
+#include <cstddef>
+#include <type_traits>
 
 namespace mdi::indexer {
 namespace folded {  // its own names: on the CPU it shares a translation unit with candidate_logits.cu
@@ -38,29 +49,45 @@ constexpr int kDim = 128;
 constexpr int kHeads = 32;
 constexpr int kBlockKeys = 8;
 constexpr int kCodeBytes = kBlockKeys * kDim;
-constexpr int kBlockBytes = kCodeBytes + kBlockKeys * 4;  // 1,056: codes, then the factors of the 8 keys
-constexpr int kWarps = 20;
-constexpr int kThreads = kWarps * 32;
+constexpr int kFactorBytes = kBlockKeys * 4;
+constexpr int kGroups = 7;     // warpgroups that score
+constexpr int kBuffers = 2;    // tokens of a warpgroup in shared memory
+constexpr int kProducers = 2;  // warps that fetch; one takes 480 cycles a token, the warpgroups together want one in 400
+constexpr int kSlots = kGroups * kBuffers;
+constexpr int kThreads = (4 * kGroups + kProducers) * 32;
+static_assert(kSlots % kProducers == 0, "a token of a warpgroup always has the same producer");
 constexpr int kMaxBuckets = 512;
 constexpr int kMaxCandidates = 8192;
-constexpr int kSharedBytes = 226 * 1024;
+constexpr int kSharedBytes = 227 * 1024;
 
-// What a warp needs of a token: B fragments of its query rows and the weights.
+// What a warpgroup needs of a token: its folded query rows as wgmma reads them, and the weights.
 struct TokenRecord {
-    uint4 fragment[kHeads / 8][2][32];  // [n][i][lane (g, t)]: words 4i..4i+3 of quarter t of head 8n + g
-    uint32_t weight[kHeads / 2];        // scaled weights (bf16) of heads 2j and 2j + 1
+    uint8_t image[kHeads * kDim];  // row = head, 128-byte swizzle; 16 bytes at chunk c are words c of quarters 0..3
+    uint32_t weight[4][4];         // [t][n]: scaled weights (bf16) of heads 8n + 2t and 8n + 2t + 1
 };
-static_assert(sizeof(TokenRecord) == 4160, "260 copies of 16 bytes");
-constexpr int kMaxSlots = (kSharedBytes - kWarps * static_cast<int>(sizeof(TokenRecord))) / kBlockBytes;  // blocks of an SM
+static_assert(sizeof(TokenRecord) == 4160, "one bulk copy");
 
-// An entry of a token's list: column block (16 bits), last visible key of the key block (4), where the key block lies (12).
+constexpr int kListWords = 236, kMaxItems = kListWords - 8;  // of a token in a bucket; copies start at a multiple of 4 items
+
+struct alignas(1024) TokenSlot {
+    TokenRecord record;
+    uint32_t list[kListWords];
+    uint32_t first, count;  // shared address and number of the token's items in `list`
+    int pad[2];
+};
+static_assert(sizeof(TokenSlot) == 5120, "image on 1024 bytes");
+constexpr int kBarrierBytes = 2 * 8 * kSlots;
+constexpr int kMaxSlots =  // key blocks of an SM
+    (kSharedBytes - 1024 - kBarrierBytes - kSlots * static_cast<int>(sizeof(TokenSlot))) / (kCodeBytes + kFactorBytes);
+static_assert(kMaxSlots <= kMaxItems, "a list of different blocks fits");
+
+// An entry of a token's list: column block (from bit 4), where the key block lies (from bit 17), its visible keys (from bit 28).
 MDI_HOST_DEVICE constexpr uint32_t make_item(int position, int slot, int num_visible) {
-    return static_cast<uint32_t>(position) | static_cast<uint32_t>(num_visible - 1) << 16 | static_cast<uint32_t>(slot) << 20;
+    return static_cast<uint32_t>(position) << 4 | static_cast<uint32_t>(slot) << 17 | static_cast<uint32_t>(num_visible) << 28;
 }
-MDI_HOST_DEVICE constexpr uint32_t position_of(uint32_t item) { return item & 0xffffu; }
-MDI_HOST_DEVICE constexpr uint32_t slot_of(uint32_t item) { return item >> 20; }
-MDI_HOST_DEVICE constexpr bool sees(uint32_t item, uint32_t key) { return (item & 0xf0000u) >= key << 16; }
-static_assert(kMaxSlots < 1 << 12 && kMaxCandidates <= 1 << 16, "fields of an item");
+MDI_HOST_DEVICE constexpr uint32_t column_bytes_of(uint32_t item) { return item & 0x1fff0u; }
+MDI_HOST_DEVICE constexpr uint32_t slot_bits_of(uint32_t item) { return item & 0x1fe0000u; }  // slot << 17
+static_assert(kMaxSlots <= 1 << 8 && kMaxCandidates <= 1 << 13, "fields of an item");
 static_assert(int64_t{kMaxBuckets} * kMaxBuckets * kMaxSlots < int64_t{1} << 32, "division by multiplication");
 
 struct Workspace {
@@ -71,6 +98,7 @@ struct Workspace {
     uint8_t* marked_tokens;   // [T]
     int32_t* any_marked;      // [1]
     int32_t* most_visible;    // [B], 16 bytes behind any_marked: one memset clears both
+    int64_t items_stride;
     int num_blocks;           // of a sequence: all that its page table can hold
     int num_owners;           // G: thread blocks of `score`
     int num_slots;            // key blocks of a thread block and round
@@ -85,7 +113,8 @@ int64_t place(int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t 
         return at;
     };
     w.tokens = reinterpret_cast<TokenRecord*>(take(num_tokens * static_cast<int64_t>(sizeof(TokenRecord))));
-    w.items = reinterpret_cast<uint32_t*>(take(num_tokens * num_candidates * 4));
+    w.items_stride = align_up<int64_t>(num_candidates, 4);
+    w.items = reinterpret_cast<uint32_t*>(take(num_tokens * w.items_stride * 4 + 16));
     w.offsets = reinterpret_cast<uint16_t*>(take(num_tokens * (kMaxBuckets + 1) * 2));
     w.marked_blocks = take(num_seqs * num_blocks);
     w.marked_tokens = take(num_tokens);
@@ -134,8 +163,8 @@ __device__ __forceinline__ void prefix_sums(int* count, int size) {
     __syncthreads();
 }
 
-// Folds the query rows of a token into its record; threads 4 * head + quarter of whole warps. False: some row does not fold.
-__device__ __forceinline__ bool fold_query(const LogitsParams& p, int64_t token, TokenRecord& record) {
+// Folds the query rows of a token; threads 4 * head + quarter of whole warps. False: some row does not fold.
+__device__ __forceinline__ bool fold_query(const LogitsParams& p, int64_t token, uint8_t* image, TokenRecord& record) {
     const int head = threadIdx.x / 4, quarter = threadIdx.x % 4;
     uint32_t word[4] = {0, 0, 0, 0};
     uint32_t scale = 127;
@@ -149,10 +178,10 @@ __device__ __forceinline__ bool fold_query(const LogitsParams& p, int64_t token,
     }
     const Folded folded = fold_quarter(word, scale);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-        record.fragment[head / 8][i][4 * (head % 8) + quarter] =
-            make_uint4(folded.bytes[4 * i], folded.bytes[4 * i + 1], folded.bytes[4 * i + 2], folded.bytes[4 * i + 3]);
-    if (quarter == 0) reinterpret_cast<uint16_t*>(record.weight)[head] = scaled_weight(weight, folded.exponent);
+    for (int c = 0; c < 8; ++c)
+        *reinterpret_cast<uint32_t*>(image + swizzle128(static_cast<uint32_t>(head * kDim + c * 16 + quarter * 4))) = folded.bytes[c];
+    if (quarter == 0)
+        reinterpret_cast<uint16_t*>(&record.weight[head % 8 / 2][head / 8])[head % 2] = scaled_weight(weight, folded.exponent);
     return folded.ok && weight_folds(weight);
 }
 
@@ -163,13 +192,27 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
     uint32_t* items = sorted + p.num_candidates;
     uint32_t* places = items + p.num_candidates;  // bucket << 16 | rank inside it
     __shared__ int count[kMaxBuckets];
+    __shared__ uint4 image[kHeads * kDim / 16];
     const int64_t token = blockIdx.x;
     const int seq = p.seq_of_token[token], visible = visible_of(p, token, seq);
     const int num_buckets = w.num_owners * w.num_rounds;
     for (int i = threadIdx.x; i < num_buckets; i += kPrepareThreads) count[i] = 0;
     bool ok = true;
-    if (threadIdx.x < 4 * kHeads) ok = fold_query(p, token, w.tokens[token]);
+    constexpr int kAhead = 8;  // candidates of a thread that are asked for before the queries are folded
+    const int32_t* candidates = p.candidates + token * p.num_candidates;
+    int ids[kAhead];
+    const auto ask = [&](int base) {
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            const int i = base + j * kPrepareThreads;
+            ids[j] = i < p.num_candidates ? candidates[i] : -1;
+        }
+    };
+    ask(static_cast<int>(threadIdx.x));
+    if (threadIdx.x < 4 * kHeads) ok = fold_query(p, token, reinterpret_cast<uint8_t*>(image), w.tokens[token]);
     const int bad = __syncthreads_or(!ok);  // also: the counts are zero
+    static_assert(sizeof(image) == 16 * kPrepareThreads, "one copy a thread");
+    reinterpret_cast<uint4*>(w.tokens[token].image)[threadIdx.x] = image[threadIdx.x];
     if (threadIdx.x == 0) {
         w.marked_tokens[token] = bad != 0;
         if (bad != 0) atomicOr(w.any_marked, 1);
@@ -180,37 +223,52 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
     const int first = seq * w.num_blocks;             // number of the sequence's first block
     // number * inverse >> 32 is number / num_owners while their product is below 2^32; numbers are below kMaxBuckets * kMaxSlots
     const uint32_t inverse = 0xffffffffu / static_cast<uint32_t>(w.num_owners) + 1;
-    const int32_t* candidates = p.candidates + token * p.num_candidates;
     uint4* out = reinterpret_cast<uint4*>(p.out + token * p.out_stride);
-#pragma unroll 8
-    for (int i = threadIdx.x; i < p.num_candidates; i += kPrepareThreads) {
-        const int id = candidates[i];
-        uint32_t place = 0xffffffffu;
-        if (id >= 0 && id < limit) {
-            const int number = first + id;
-            const int turn = static_cast<int>(static_cast<uint64_t>(number) * inverse >> 32);
-            const int round = w.num_rounds == 1 ? 0 : turn / w.num_slots;
-            const int bucket = round * w.num_owners + number - turn * w.num_owners;
-            place = static_cast<uint32_t>(bucket) << 16 | static_cast<uint32_t>(atomicAdd(&count[bucket], 1));
-            items[i] = make_item(i, turn - round * w.num_slots, min_of(kBlockKeys, visible - id * kBlockKeys));
-        } else {
-            const uint32_t pair = kNegInfBf16 * 0x10001u;
-            out[i] = make_uint4(pair, pair, pair, pair);
+    bool fits = true;
+    for (int base = threadIdx.x; base < p.num_candidates; base += kAhead * kPrepareThreads) {
+        if (base >= kAhead * kPrepareThreads) ask(base);
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            const int i = base + j * kPrepareThreads, id = ids[j];
+            if (i >= p.num_candidates) break;
+            uint32_t place = 0xffffffffu;
+            const bool seen = id >= 0 && id < limit;
+            if (seen) {
+                const int number = first + id;
+                const int turn = static_cast<int>(static_cast<uint64_t>(number) * inverse >> 32);
+                const int round = w.num_rounds == 1 ? 0 : turn / w.num_slots;
+                const int bucket = round * w.num_owners + number - turn * w.num_owners;
+                const int rank = atomicAdd(&count[bucket], 1);
+                fits = fits && rank < kMaxItems;
+                place = static_cast<uint32_t>(bucket) << 16 | static_cast<uint32_t>(rank);
+                items[i] = make_item(i, turn - round * w.num_slots, min_of(kBlockKeys, visible - id * kBlockKeys));
+            }
+            if (!seen || (id + 1) * kBlockKeys > visible) {  // not all of its keys get a score
+                const uint32_t pair = kNegInfBf16 * 0x10001u;
+                out[i] = make_uint4(pair, pair, pair, pair);
+            }
+            places[i] = place;
         }
-        places[i] = place;
     }
-    __syncthreads();
+    uint16_t* offsets = w.offsets + token * (kMaxBuckets + 1);
+    if (__syncthreads_or(!fits) != 0) {  // a block that is named many times: the second pass scores this token
+        for (int i = threadIdx.x; i <= num_buckets; i += kPrepareThreads) offsets[i] = 0;
+        if (threadIdx.x == 0) {
+            w.marked_tokens[token] = 1;
+            atomicOr(w.any_marked, 1);
+        }
+        return;
+    }
     const int last = count[num_buckets - 1];
     __syncthreads();
     prefix_sums(count, num_buckets);
     const int num_items = count[num_buckets - 1] + last;
-    uint16_t* offsets = w.offsets + token * (kMaxBuckets + 1);
     for (int i = threadIdx.x; i <= num_buckets; i += kPrepareThreads)
         offsets[i] = static_cast<uint16_t>(i < num_buckets ? count[i] : num_items);
     for (int i = threadIdx.x; i < p.num_candidates; i += kPrepareThreads)
         if (places[i] != 0xffffffffu) sorted[count[places[i] >> 16] + static_cast<int>(places[i] & 0xffffu)] = items[i];
     __syncthreads();
-    for (int i = threadIdx.x; i < num_items; i += kPrepareThreads) w.items[token * p.num_candidates + i] = sorted[i];
+    for (int i = threadIdx.x; i < num_items; i += kPrepareThreads) w.items[token * w.items_stride + i] = sorted[i];
 }
 
 // ---- score --------------------------------------------------------------------------------------------------------
@@ -238,7 +296,8 @@ __device__ __forceinline__ PackedQuarter load_block(const LogitsParams& p, const
 }
 
 // Folds a block into shared memory; one warp.
-__device__ __forceinline__ void store_block(const Workspace& w, int number, const PackedQuarter& packed, uint8_t* rows, int lane) {
+__device__ __forceinline__ void store_block(const Workspace& w, int number, const PackedQuarter& packed, uint8_t* rows,
+                                            float* factors, int lane) {
     if (!packed.here) return;
     const Folded folded = fold_quarter(packed.word, packed.scale);
     // lanes of keys 0..3 write steps 0 and 1 of themselves and the key 4 further on, lanes of keys 4..7 steps 2 and 3
@@ -256,7 +315,7 @@ __device__ __forceinline__ void store_block(const Workspace& w, int number, cons
         const uint32_t a1 = first ? mine[2 * j + 1] : other[2 * j + 1], b1 = first ? other[2 * j + 1] : mine[2 * j + 1];
         target[16 * j] = make_uint4(a0, b0, a1, b1);
     }
-    if (lane % 4 == 0) reinterpret_cast<float*>(rows + kCodeBytes)[lane / 4] = folded.factor();
+    if (lane % 4 == 0) factors[lane / 4] = folded.factor();
     const bool ok = __all_sync(0xffffffffu, folded.ok) != 0;
     if (lane == 0) {
         w.marked_blocks[number] = !ok;
@@ -264,163 +323,275 @@ __device__ __forceinline__ void store_block(const Workspace& w, int number, cons
     }
 }
 
-// mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32: d = a * b (+ d unless kFirst). Lane (g, t): a.x row g, k 4t..4t+3; a.y row
-// g + 8; a.z, a.w the same rows, k + 16; b0 column g, k 4t..4t+3; b1 k + 16; d as in mma_bf16_m16n8k16.
-template <bool kFirst>
-__device__ __forceinline__ void mma_s8_m16n8k32(uint32_t (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) {
-#if defined(__CUDA_ARCH__)
-    if constexpr (kFirst)
+// ld.shared and st.shared
+__device__ __forceinline__ uint32_t load_shared_32(uint32_t smem) {
+    uint32_t v;
+#if !defined(MDI_CUDA_ON_CPU)
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(smem) : "memory");
+#else
+    v = *reinterpret_cast<const uint32_t*>(ptx::smem_pointer(smem));
+#endif
+    return v;
+}
+__device__ __forceinline__ uint2 load_shared_64(uint32_t smem) {
+    uint2 v;
+#if !defined(MDI_CUDA_ON_CPU)
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(smem) : "memory");
+#else
+    v = *reinterpret_cast<const uint2*>(ptx::smem_pointer(smem));
+#endif
+    return v;
+}
+__device__ __forceinline__ uint4 load_shared_128(uint32_t smem) {
+    uint4 v;
+#if !defined(MDI_CUDA_ON_CPU)
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(smem) : "memory");
+#else
+    v = *reinterpret_cast<const uint4*>(ptx::smem_pointer(smem));
+#endif
+    return v;
+}
+__device__ __forceinline__ void store_shared_64(uint32_t smem, uint2 v) {
+#if !defined(MDI_CUDA_ON_CPU)
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(smem), "r"(v.x), "r"(v.y) : "memory");
+#else
+    *reinterpret_cast<uint2*>(ptx::smem_pointer(smem)) = v;
+#endif
+}
+
+// st.global.u16 where x >= threshold; without a branch
+__device__ __forceinline__ void store_where(uint32_t x, uint32_t threshold, uint64_t address, uint16_t value) {
+#if !defined(MDI_CUDA_ON_CPU)
+    asm volatile("{\n.reg .pred p;\nsetp.ge.u32 p, %0, %1;\n@p st.global.u16 [%2], %3;\n}\n" ::"r"(x), "r"(threshold), "l"(address),
+                 "h"(value)
+                 : "memory");
+#else
+    if (x >= threshold) *reinterpret_cast<uint16_t*>(address) = value;
+#endif
+}
+
+// Keeps a value in its register: without it the compiler computes it again for every item.
+__device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void keep(uint64_t& x) { asm volatile("" : "+l"(x)); }
+
+// wgmma.mma_async.sync.aligned.m64nNk32.s32.s8.s8, N = 8 kTiles: d = a * b (+ d when `accumulate`); a from registers, b K-major in
+// shared memory
+template <int kTiles>
+__device__ __forceinline__ void wgmma_s8(uint32_t (&d)[4 * kTiles], const uint4& a, uint64_t descriptor_b, bool accumulate) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    const uint32_t flag = accumulate;
+    if constexpr (kTiles == 4)
         asm volatile(
-            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};\n"
-            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "r"(0));
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\nwgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, p;\n}\n"
+            : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]), "+r"(d[9]),
+              "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15])
+            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(descriptor_b), "r"(flag));
+    else if constexpr (kTiles == 2)
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\nwgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p;\n}\n"
+            : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7])
+            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(descriptor_b), "r"(flag));
     else
         asm volatile(
-            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\nwgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p;\n}\n"
             : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(descriptor_b), "r"(flag));
 #else
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const uint32_t rows[2][2] = {{a.x, a.z}, {a.y, a.w}}, columns[2] = {b0, b1};
-    for (int i = 0; i < 4; ++i) {
-        if (kFirst) d[i] = 0;
-        for (int source = 0; source < 4; ++source)
-            for (int half = 0; half < 2; ++half) {
-                const uint32_t x = __shfl_sync(0xffffffffu, rows[i / 2][half], 4 * g + source);
-                uint32_t y[2];
-                for (int column = 0; column < 2; ++column) {
-                    // every lane reads the column it needs: 2t + column
-                    y[column] = __shfl_sync(0xffffffffu, columns[half], 4 * (2 * t + column) + source);
-                }
-                for (int byte = 0; byte < 4; ++byte)
-                    d[i] += static_cast<uint32_t>(static_cast<int8_t>(x >> 8 * byte) * static_cast<int8_t>(y[i % 2] >> 8 * byte));
-            }
+    // rows of a warp, one quad holds a row; b is read where its descriptor points
+    const int lane = threadIdx.x % 32, t = lane % 4;
+    const uint32_t rows[2][2] = {{a.x, a.z}, {a.y, a.w}};
+    const uint32_t b = static_cast<uint32_t>(descriptor_b & 0x3fff) * 16;
+    for (int i = 0; i < 4 * kTiles; ++i) {
+        const uint32_t column = 8 * (i / 4) + 2 * t + i % 2;
+        if (!accumulate) d[i] = 0;
+        for (int k = 0; k < 8; ++k) {  // words of 4
+            const uint32_t x = __shfl_sync(0xffffffffu, rows[i / 2 % 2][k / 4], lane / 4 * 4 + k % 4);
+            const uint32_t y = load_shared_32(swizzle128(b + column * kDim + 4 * k));
+            for (int byte = 0; byte < 4; ++byte)
+                d[i] += static_cast<uint32_t>(static_cast<int8_t>(x >> 8 * byte) * static_cast<int8_t>(y >> 8 * byte));
+        }
     }
 #endif
 }
 
-template <int kTiles>
-struct Query {
-    uint32_t b[kTiles][8];
-    uint32_t weight[kTiles][2];  // heads 8n + 2t and 8n + 2t + 1, bf16 in the upper half
+struct Shared {  // of a thread block, from a multiple of 1024
+    uint32_t slots, rows, factors, full, empty;  // shared addresses
+    __device__ __forceinline__ Shared(uint32_t base, int num_slots) {
+        slots = base;
+        rows = base + kSlots * static_cast<uint32_t>(sizeof(TokenSlot));
+        factors = rows + num_slots * kCodeBytes;
+        full = factors + num_slots * kFactorBytes;
+        empty = full + 8 * kSlots;
+    }
 };
 
-// Scores, before their factors, of two blocks of keys: `block` is the first one in lanes 0..15, the second one in lanes 16..31.
-// Lane (g, t) gets key g % 4 + 4 * (t % 2) of its half's block.
-template <int kTiles>
-__device__ __forceinline__ float score_blocks(const uint8_t* block, const Query<kTiles>& query, int lane) {
-    uint32_t acc[kTiles][4];
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-        const uint4 a = reinterpret_cast<const uint4*>(block)[16 * step + lane % 16];
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-            if (step == 0) mma_s8_m16n8k32<true>(acc[n], a, query.b[n][0], query.b[n][1]);
-            else mma_s8_m16n8k32<false>(acc[n], a, query.b[n][2 * step], query.b[n][2 * step + 1]);
+__device__ __forceinline__ int padded_tokens(int num_tokens) { return ceil_div(num_tokens, kSlots) * kSlots; }
+
+// Fetches every kProducers-th token's record and list; one warp. A lane prepares a token, so that what is done one token after
+// another, by that lane alone, is short.
+__device__ __forceinline__ void produce(const LogitsParams& p, const Workspace& w, const Shared& at, int producer, int bucket,
+                                        uint32_t& phase) {
+    const int lane = threadIdx.x % 32, end_token = padded_tokens(p.num_tokens);
+    const auto offset_of = [&](int token, int which) {
+        const int64_t at_token = static_cast<int64_t>(token) * (kMaxBuckets + 1);
+        return token < p.num_tokens ? static_cast<int>(w.offsets[at_token + bucket + which]) : 0;
+    };
+    constexpr uint32_t kStep = kProducers * static_cast<uint32_t>(sizeof(TokenSlot));
+    uint32_t target = at.slots + producer * static_cast<uint32_t>(sizeof(TokenSlot)), full = at.full + 8 * producer;
+    uint32_t end_target = target + kSlots / kProducers * kStep;
+    keep(target), keep(full), keep(end_target);
+    int token = producer + kProducers * lane;
+    int next_begin = offset_of(token, 0), next_end = offset_of(token, 1);
+    for (int first_token = producer; first_token < end_token; first_token += 32 * kProducers) {
+        const int begin = next_begin, count = next_end - begin, shift = begin % 4;
+        const uint32_t bytes = count == 0 ? 0 : static_cast<uint32_t>(align_up(shift + count, 4)) * 4;
+        const uint32_t record_bytes = count == 0 ? 0 : sizeof(TokenRecord);
+        const void* record = &w.tokens[token];
+        const void* list = &w.items[token * w.items_stride + begin - shift];
+        token += 32 * kProducers;
+        next_begin = offset_of(token, 0), next_end = offset_of(token, 1);
+        for (int i = 0; i < 32 && first_token + i * kProducers < end_token; ++i) {
+            if (lane == i) {
+                const uint32_t items = target + static_cast<uint32_t>(offsetof(TokenSlot, list));
+                ptx::mbarrier_wait(full + 8 * kSlots, phase ^ 1);  // empty
+                store_shared_64(target + static_cast<uint32_t>(offsetof(TokenSlot, first)), make_uint2(items + 4 * shift, count));
+                ptx::mbarrier_arrive_expect_tx(full, bytes + record_bytes);
+                if (count > 0) {
+                    ptx::bulk_load(target, record, sizeof(TokenRecord), full);
+                    ptx::bulk_load(items, list, bytes, full);
+                }
+            }
+            __syncwarp();  // nobody may wait for a slot before its last token has been waited for
+            target += kStep, full += 8 * kProducers;
+            if (target == end_target) target -= kSlots / kProducers * kStep, full -= 8 * kSlots, phase ^= 1;
         }
     }
-    // Sums start from -0, that is from their first term; against +0 that can only make a zero negative, see the caller.
-    float low = -0.0f, high = -0.0f;
+}
+
+template <int kTiles>
+__device__ __forceinline__ void consume(const LogitsParams& p, const Workspace& w, const Shared& at, int group, uint32_t& phase) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint32_t key = g % 4 + 4 * (t % 2);  // of the lane's block, see the sums below
+    uint32_t threshold = t < 2 ? (key + 1) << 28 : 0xffffffffu;  // lanes t >= 2 hold what lanes t < 2 store
+    uint32_t my_rows = at.rows + lane % 16 * 16, my_factors = at.factors + key * 4, my_weights = kHeads * kDim + t * 16;
+    uint32_t odd = lane % 2;
+    uint32_t start = 2 * warp + lane / 16;  // the lane's first item; in turns: the last ones must not always fall to the same warps
+    uint64_t row_out = reinterpret_cast<uint64_t>(p.out + group * p.out_stride + key);
+    keep(threshold), keep(my_rows), keep(my_factors), keep(my_weights), keep(odd), keep(start), keep(row_out);
+    constexpr uint32_t kStep = kGroups * static_cast<uint32_t>(sizeof(TokenSlot));
+    uint32_t source = at.slots + group * static_cast<uint32_t>(sizeof(TokenSlot)), full = at.full + 8 * group;
+    const uint32_t end_source = source + kBuffers * kStep;
+    const int end_token = padded_tokens(p.num_tokens);
+    uint4 a[4] = {};
+    for (int token = group; token < end_token; token += kGroups) {
+        ptx::mbarrier_wait(full, phase);
+        const uint2 items = load_shared_64(source + static_cast<uint32_t>(offsetof(TokenSlot, first)));
+        uint32_t weight[2 * kTiles];
+        const uint4 pairs = load_shared_128(source + my_weights);
+        const uint32_t pair[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-        add_folded_heads(low, acc[n][0], acc[n][1], query.weight[n][0], query.weight[n][1]);
-        add_folded_heads(high, acc[n][2], acc[n][3], query.weight[n][0], query.weight[n][1]);
+        for (int n = 0; n < kTiles; ++n) weight[2 * n] = pair[n] << 16, weight[2 * n + 1] = pair[n] & 0xffff0000u;
+        fence_registers(weight);  // unpacked once
+        const int count = __shfl_sync(0xffffffffu, static_cast<int>(items.y), 0);  // known to be uniform
+        const uint64_t out = row_out;
+        const int index = static_cast<int>(start);
+        uint32_t list = items.x + 4 * index;
+        const uint64_t queries = smem_descriptor_k128(source);
+        int left = count;
+        const auto step = [&](auto whole) {  // whole: there are 8 items
+            const bool here = whole || index < left;
+            const uint32_t item = here ? load_shared_32(list) : 0;
+            const bool any_here = whole || __any_sync(0xffffffffu, here) != 0;  // false: this warp only takes part in the products
+            float factor = 0.0f;
+            if (any_here) {
+                const uint32_t bits = slot_bits_of(item);
+                const uint32_t row = (bits >> 7) + my_rows;
+#pragma unroll
+                for (int k = 0; k < 4; ++k) a[k] = load_shared_128(row + 256 * k);
+                factor = bits_float(load_shared_32((bits >> 12) + my_factors));
+            }
+            uint32_t acc[4 * kTiles];
+            fence_registers(acc);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) keep(a[k].x), keep(a[k].y), keep(a[k].z), keep(a[k].w);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; ++k) wgmma_s8<kTiles>(acc, a[k], advance_descriptor(queries, 32 * k), k > 0);
+            wgmma_commit();
+            wgmma_wait<0>();
+            fence_registers(acc);
+            if (!any_here) return;
+            // Sums start from -0, that is from their first term; against +0 that can only make a zero negative, see below
+            float low = -0.0f, high = -0.0f;
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) {
+                add_folded_heads(low, acc[4 * n], acc[4 * n + 1], weight[2 * n], weight[2 * n + 1]);
+                add_folded_heads(high, acc[4 * n + 2], acc[4 * n + 3], weight[2 * n], weight[2 * n + 1]);
+            }
+            // lanes of even t go on with the low row, of odd t with the high one: p0 + p1 and p2 + p3
+            float sum = (odd != 0 ? high : low) + __shfl_xor_sync(0xffffffffu, odd != 0 ? low : high, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            // + 0: a sum of nothing but zeros is +0 in the reference
+            const uint16_t value = to_bf16_bits(__fmaf_rn(sum, factor, 0.0f));
+            store_where(item, threshold, out + column_bytes_of(item), value);
+        };
+        for (; left >= 8; left -= 8, list += 32) step(std::true_type());
+        if (left != 0) step(std::false_type());
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(full + 8 * kSlots);  // empty
+        start = (start + 2) & 7;
+        row_out += kGroups * 2 * p.out_stride;
+        source += kStep, full += 8 * kGroups;
+        if (source == end_source) source -= kBuffers * kStep, full -= 8 * kSlots, phase ^= 1;
     }
-    // lanes of even t go on with the low row, of odd t with the high one: p0 + p1 and p2 + p3
-    const bool odd = lane % 2 != 0;
-    const float sum = (odd ? high : low) + __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
-    return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
 
 template <int kTiles>
 __global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Workspace w) {
     extern __shared__ uint8_t shared_bytes[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    uint8_t* rows = shared_bytes;
-    TokenRecord& record = reinterpret_cast<TokenRecord*>(rows + w.num_slots * kBlockBytes)[warp];
+    uint8_t* shared = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(shared_bytes) + 1023) & ~uintptr_t{1023});
+    const Shared at(ptx::smem_address(shared), w.num_slots);
+    uint8_t* rows = shared + kSlots * sizeof(TokenSlot);
+    float* factors = reinterpret_cast<float*>(rows + w.num_slots * kCodeBytes);
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
     const int owner = static_cast<int>(blockIdx.x);
-    const uint32_t key = g % 4 + 4 * (t % 2);  // of the lane's block: see score_blocks
-    const auto fetch = [&](int64_t token) {  // the next token's record, 260 copies of 16 bytes
-        if (token < p.num_tokens) {
-            const uint8_t* source = reinterpret_cast<const uint8_t*>(&w.tokens[token]) + lane * 16;
-            const uint32_t target = ptx::smem_address(&record) + lane * 16;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) ptx::cp_async_16(target + 512 * i, source + 512 * i);
-            if (lane < 4) ptx::cp_async_16(target + 4096, source + 4096);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kSlots; ++i) {
+            ptx::mbarrier_init(at.full + 8 * i, 1);
+            ptx::mbarrier_init(at.empty + 8 * i, 4);
         }
-        ptx::cp_async_commit();
-    };
+        ptx::fence_mbarrier_init();
+    }
+    uint32_t phase = 0;
     for (int round = 0; round < w.num_rounds; ++round) {
-        const int bucket = round * w.num_owners + owner;
-        const auto begin_of = [&](int64_t token, int which) {
-            return token < p.num_tokens ? static_cast<int>(w.offsets[token * (kMaxBuckets + 1) + bucket + which]) : 0;
-        };
-        const auto item_at = [&](int64_t token, int i, int end) {
-            return i < end ? w.items[token * p.num_candidates + i] : 0u;
-        };
-        fetch(warp);
-        if (round > 0) __syncthreads();
+        __syncthreads();  // the barriers are there; the last round is over
+        constexpr int kWarps = kThreads / 32;
         const auto number_of = [&](int slot) { return (round * w.num_slots + slot) * w.num_owners + owner; };
         for (int slot = warp; slot < w.num_slots; slot += 4 * kWarps) {  // four blocks of a warp in flight
             PackedQuarter packed[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) packed[i] = load_block(p, w, number_of(slot + i * kWarps), lane);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (slot + i * kWarps < w.num_slots)
-                    store_block(w, number_of(slot + i * kWarps), packed[i], rows + (slot + i * kWarps) * kBlockBytes, lane);
+            for (int i = 0; i < 4; ++i) {
+                const int at_slot = slot + i * kWarps;
+                if (at_slot < w.num_slots)
+                    store_block(w, number_of(at_slot), packed[i], rows + at_slot * kCodeBytes, factors + at_slot * kBlockKeys, lane);
+            }
         }
         __syncthreads();
-
-        int begin = begin_of(warp, 0), end = begin_of(warp, 1);
-        int next_begin = begin_of(warp + kWarps, 0), next_end = begin_of(warp + kWarps, 1);
-        uint32_t list = item_at(warp, begin + lane, end);
-        uint16_t* out = p.out + warp * p.out_stride + key;
-        for (int64_t token = warp; token < p.num_tokens; token += kWarps) {
-            ptx::cp_async_wait<0>();
-            __syncwarp();
-            Query<kTiles> query;
-#pragma unroll
-            for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const uint4 v = record.fragment[n][i][lane];
-                    query.b[n][4 * i] = v.x, query.b[n][4 * i + 1] = v.y, query.b[n][4 * i + 2] = v.z, query.b[n][4 * i + 3] = v.w;
-                }
-                const uint32_t pair = record.weight[4 * n + t];
-                query.weight[n][0] = pair << 16, query.weight[n][1] = pair & 0xffff0000u;
-            }
-            __syncwarp();  // everybody has read it
-            fetch(token + kWarps);
-            const uint32_t next_list = item_at(token + kWarps, next_begin + lane, next_end);
-            const int after_begin = begin_of(token + 2 * kWarps, 0), after_end = begin_of(token + 2 * kWarps, 1);
-
-            for (;;) {  // 32 items of the list a time
-                const int here = min_of(32, end - begin);
-                const int stored = t < 2 ? here - lane / 16 : 0;  // lanes t >= 2 hold what lanes t < 2 store
-                for (int i = 0; i < here; i += 2) {
-                    const uint32_t item = __shfl_sync(0xffffffffu, list, i + lane / 16);
-                    const uint8_t* block = rows + slot_of(item) * kBlockBytes;
-                    const float sum = score_blocks<kTiles>(block, query, lane);
-                    const float factor = reinterpret_cast<const float*>(block + kCodeBytes)[key];
-                    // + 0: a sum of nothing but zeros is +0 in the reference
-                    const uint16_t value = to_bf16_bits(__fmaf_rn(sum, factor, 0.0f));
-                    if (i < stored) out[position_of(item) * kBlockKeys] = sees(item, key) ? value : kNegInfBf16;
-                }
-                begin += 32;
-                if (begin >= end) break;
-                list = item_at(token, begin + lane, end);
-            }
-            out += kWarps * p.out_stride;
-            begin = next_begin, end = next_end, list = next_list, next_begin = after_begin, next_end = after_end;
-        }
+        const int bucket = round * w.num_owners + owner;
+        if (warp >= 4 * kGroups) produce(p, w, at, warp - 4 * kGroups, bucket, phase);
+        else consume<kTiles>(p, w, at, warp / 4, phase);
     }
-    ptx::cp_async_wait<0>();
 }
 
 template <int kTiles>
 void launch_score(const LogitsParams& p, const Workspace& w) {
-    const size_t bytes = static_cast<size_t>(w.num_slots) * kBlockBytes + kWarps * sizeof(TokenRecord);
+    const size_t bytes =
+        static_cast<size_t>(w.num_slots) * (kCodeBytes + kFactorBytes) + kSlots * sizeof(TokenSlot) + kBarrierBytes + 1024;
     launch("indexer.candidate_logits", score_kernel<kTiles>,
            {dim3(static_cast<unsigned>(w.num_owners)), dim3(kThreads), bytes, p.stream}, p, w);
 }

@@ -26,7 +26,7 @@
 // with two accumulator sets each. Query rows are placed so that a lane of a quad holds all heads of one token: column 8j + 2t + e
 // is head 2j + e of token t, so head sums need no exchange. Per pair of heads: 2 conversions, 1 packing with relu, 2 bf16x2
 // multiplies, 2 additions; the four partial sums are those of score_tile.cuh: (p0 + p1) + (p2 + p3). Measured on an H200,
-// 4,096 tokens x 65,536 columns: products alone 1.29 ms, head sums alone 1.37 ms, together 1.98 ms (the products take register
+// 4,096 tokens x 65,536 columns: products alone 1.29 ms, head sums alone 1.37 ms, together 1.97 ms (the products take register
 // ports from the sums).
 //
 // Shared memory: 2 x 65.3 KiB of queries (double-buffered) + 6 x 9 KiB of key tiles = 185 KiB.
@@ -362,12 +362,12 @@ __device__ __forceinline__ void fill_neg_inf(uint16_t* row, int begin, int end, 
 }
 
 struct Consumer {
-    // The products of a tile: 64 keys x 4 tokens. Operands at shared addresses; only the low descriptor word differs.
+    // The products of a tile: 64 keys x 4 tokens. Operands at shared addresses. 64-bit additions are one uniform instruction each;
+    // descriptors put together from halves take two moves more a product.
     static __device__ __forceinline__ void issue(uint32_t (&acc)[kAccumulators], uint32_t keys, uint32_t queries) {
-        constexpr uint64_t kHigh = uint64_t{static_cast<uint32_t>(Swizzle::k128B)} << 62 | uint64_t{1024 / 16} << 32;
-        const uint32_t a = keys / 16 | 1u << 16, b = queries / 16 | 1u << 16;
+        const uint64_t a = smem_descriptor_k128(keys), b = smem_descriptor_k128(queries);
 #pragma unroll
-        for (int k = 0; k < kDim / 32; ++k) wgmma_s8_n128(acc, kHigh | (a + 2 * k), kHigh | (b + 2 * k), k > 0);
+        for (int k = 0; k < kDim / 32; ++k) wgmma_s8_n128(acc, advance_descriptor(a, 32 * k), advance_descriptor(b, 32 * k), k > 0);
     }
 
     // sum * factor + 0: the factor is a power of two, and a sum of nothing but zeros is +0 in the reference
@@ -397,9 +397,10 @@ struct Consumer {
         const auto at = [&](const void* member) {
             return base + static_cast<uint32_t>(reinterpret_cast<uintptr_t>(member) - reinterpret_cast<uintptr_t>(&shared));
         };
-        int stage = 0, buffer = 0;
+        int buffer = 0;
         uint32_t phase = 0, query_phase = 0;
-        uint32_t acc[kAccumulators];
+        uint32_t keys = at(&shared.stage), full = at(shared.full);  // of the next tile
+        const uint32_t end_full = full + 8 * kStages;
         for (int64_t index = blockIdx.x; index < num_units; index += gridDim.x) {
             const Unit unit = unit_of(p, w, index);
             ptx::mbarrier_wait(at(&shared.query_full[buffer]), query_phase);
@@ -429,9 +430,9 @@ struct Consumer {
                 // rows of the unit and a 32-bit offset: one addition a tile
                 uint8_t* block_out = reinterpret_cast<uint8_t*>(p.out + static_cast<int64_t>(unit.block) * kTokens * p.out_stride);
                 uint32_t offset = (static_cast<uint32_t>(number) * static_cast<uint32_t>(p.out_stride) + first_col) * 2;
-                for (int tile = 0; tile < num_tiles; ++tile, offset += kTileKeys * 2) {
-                    const uint32_t keys = at(&shared.stage) + stage * static_cast<uint32_t>(sizeof(SharedStorage::Stage));
-                    ptx::mbarrier_wait(at(shared.full) + 8 * stage, phase);
+                const auto next_tile = [&] {  // scores of the thread's two columns
+                    uint32_t acc[kAccumulators];
+                    ptx::mbarrier_wait(full, phase);
                     __syncwarp();
                     fence_registers(acc);
                     wgmma_fence();
@@ -442,15 +443,20 @@ struct Consumer {
                     wgmma_wait<0>();  // meanwhile the other warpgroups add up
                     fence_registers(acc);
                     __syncwarp();  // every lane has its factors
-                    if (lane == 0) ptx::mbarrier_arrive(at(shared.empty) + 8 * stage);
-                    stage = stage + 1 == kStages ? 0 : stage + 1;
-                    phase ^= stage == 0;
+                    if (lane == 0) ptx::mbarrier_arrive(full + 8 * kStages);  // empty
+                    keys += sizeof(SharedStorage::Stage), full += 8;
+                    if (full == end_full) keys -= kStages * sizeof(SharedStorage::Stage), full -= 8 * kStages, phase ^= 1;
                     float sum[2];
                     head_sums(acc, weight, sum);
-                    const uint32_t pair = finish(sum, factor_even, factor_odd);
+                    return finish(sum, factor_even, factor_odd);
+                };
+                int tile = 0;
+                for (; tile < min_of(plain_tiles, num_tiles); ++tile, offset += kTileKeys * 2)
+                    *reinterpret_cast<uint32_t*>(block_out + offset) = next_tile();
+                for (; tile < num_tiles; ++tile, offset += kTileKeys * 2) {
+                    const uint32_t pair = next_tile();
                     uint16_t* out = reinterpret_cast<uint16_t*>(block_out + offset);
-                    if (tile < plain_tiles) *reinterpret_cast<uint32_t*>(out) = pair;
-                    else if (mine(number)) store(out, first_col + tile * kTileKeys, meta.visible[number], p.num_cols, aligned, pair);
+                    if (mine(number)) store(out, first_col + tile * kTileKeys, meta.visible[number], p.num_cols, aligned, pair);
                 }
                 const int filled = unit.first_col + num_tiles * kTileKeys;
                 const int other = group * kGroupTokens + warp;  // one token a warp

@@ -207,7 +207,7 @@ def test_folded_candidate_logits(heads: int) -> None:
 
 
 def test_candidate_logits_in_rounds() -> None:
-    """More key blocks (500) than the 3 thread blocks of the harness hold at once (3 * 152), lists longer than a warp, and a token
+    """More key blocks (500) than the 3 thread blocks of the harness hold at once (3 * 151), lists longer than a warp, and a token
     whose candidates all lie in one thread block's shared memory."""
     g = generator(5)
     owner, visible = torch.tensor([0, 1, 1, 0], dtype=torch.int32), torch.tensor([2000, 1999, 1201, 1600], dtype=torch.int32)
@@ -219,3 +219,18 @@ def test_candidate_logits_in_rounds() -> None:
     candidates[3, 66:] = -1
     wanted = reference.candidate_logits(*operands, 2000, candidates, 8)
     assert_bitwise(score(operands, 2000, 960, candidates, "candidate_logits_sm90"), wanted, "scores")
+
+
+def test_candidate_logits_of_a_block_named_often() -> None:
+    """More tokens than a thread block holds at once, and one list that is longer than its place in shared memory."""
+    g = generator(6)
+    tokens = 30
+    owner, visible = torch.zeros(tokens, dtype=torch.int32), torch.arange(64 - tokens, 64, dtype=torch.int32) + 1
+    keys, table = index_key_rows(g, 64, 128), page_table(g, 1, 1, 1)
+    weights = normal(g, tokens, 8, scale=2.0**-6)
+    operands = (*reference.quant_query(normal(g, tokens, 8, 128)), weights, keys, table, owner, visible)
+    candidates = torch.full((tokens, 240), -1, dtype=torch.int32)
+    candidates[:, :8] = torch.arange(8)
+    candidates[-1] = 7
+    wanted = reference.candidate_logits(*operands, 64, candidates, 8)
+    assert_bitwise(score(operands, 64, 1920, candidates, "candidate_logits_sm90"), wanted, "scores")

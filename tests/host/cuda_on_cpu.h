@@ -9,9 +9,10 @@
 //
 // Covered: static __shared__, __syncthreads and its _or/_and/_count, warp shuffles, votes, match and reductions, atomics,
 // the rounding intrinsics, bf16 conversions, and of ptx_sm80.cuh: ldmatrix, mma bf16 (fp32 sums, k ascending), cp.async
-// (copies at once), pack_bf16x2, mul_bf16x2, exp2_approx, load_streaming.
+// (copies at once), pack_bf16x2, mul_bf16x2, exp2_approx, load_streaming; of ptx_sm90.cuh: mbarriers of one block and bulk_load
+// (copies at once).
 // A barrier that some thread of the block, or some lane of the mask, never reaches is reported and aborts.
-// Not covered: memory-order bugs and races (fibers switch only at the calls above), other PTX, TMA, wgmma, clusters,
+// Not covered: memory-order bugs and races (fibers switch only at the calls above), other PTX, tensor maps, wgmma, clusters,
 // cudaMemcpy and streams. Shared memory is not cleared between blocks, as on a GPU. Results of exp2f and the like are
 // libm's: compare with a tolerance. Speed: about a million thread-barriers a second; use small shapes.
 #pragma once
@@ -462,6 +463,39 @@ inline void mma_bf16_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0
         }
         return 0;
     });
+}
+
+// ---- ptx_sm90.cuh -------------------------------------------------------------------------------------------------
+
+struct Barrier {  // 8 bytes in shared memory
+    uint16_t arrivals, pending;
+    int32_t bytes_and_phase;  // missing bytes * 2 + parity of the running phase
+};
+inline Barrier& barrier_at(uint32_t smem) { return *reinterpret_cast<Barrier*>(smem_pointer(smem)); }
+inline void barrier_update(uint32_t smem, int arrivals, int64_t bytes) {
+    Barrier& b = barrier_at(smem);
+    b.pending = static_cast<uint16_t>(b.pending - arrivals);
+    b.bytes_and_phase += static_cast<int32_t>(2 * bytes);
+    if (b.pending == 0 && b.bytes_and_phase / 2 == 0) b.pending = b.arrivals, b.bytes_and_phase ^= 1;
+}
+inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+    barrier_at(barrier) = {static_cast<uint16_t>(arrivals), static_cast<uint16_t>(arrivals), 0};
+}
+inline void fence_mbarrier_init() {}
+inline void mbarrier_arrive(uint32_t barrier) { barrier_update(barrier, 1, 0); }
+inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) { barrier_update(barrier, 1, bytes); }
+inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    for (int turns = 0; (barrier_at(barrier).bytes_and_phase & 1) == static_cast<int>(parity); ++turns) {
+        if (turns > 10'000'000) {
+            std::fprintf(stderr, "cuda_on_cpu: thread %u waits for a barrier that nobody completes\n", cuda_on_cpu::current->index);
+            std::abort();
+        }
+        cuda_on_cpu::wait(cuda_on_cpu::State::kReady);  // the others' turn
+    }
+}
+inline void bulk_load(uint32_t smem, const void* global, uint32_t bytes, uint32_t barrier) {
+    std::memcpy(smem_pointer(smem), global, bytes);
+    barrier_update(barrier, 0, -static_cast<int64_t>(bytes));
 }
 
 }  // namespace mdi::ptx
