@@ -1,1 +1,1 @@
-"""Benchmarks: ``bench_ops.py`` (one op), ``bench_prefill.py`` (one step of the model), ``plot.py``."""
+"""Benchmarks: ``bench_ops.py`` (one op), ``bench_prefill.py`` and ``bench_decode.py`` (steps), ``bench_links.py``, ``plot.py``."""

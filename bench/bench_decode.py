@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-from bench.result import append_row, base_row
+from bench.options import add_run_options, parse_run_options
+from bench.result import append_row, base_row, result_line
 from bench.timing import summarise
 from bench.workload import fill_randomly
 from mini_deepinfer.batch import ChunkRequest, build_batch
@@ -39,28 +40,18 @@ from mini_deepinfer.stages import stage
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_run_options(parser)
     add = parser.add_argument
-    add("--model", default="", help="checkpoint folder; with --load-format dummy only its config.json is read (default: released)")
-    add("--load-format", choices=["auto", "dummy"], default="auto")
     add("--batch-size", type=int, nargs="+", default=[1, 4, 16], help="requests at once")
     add("--prompt-len", type=int, default=512, help="tokens of a prompt, with --output-len")
     add("--output-len", type=int, nargs="+", default=[], help="tokens of every answer")
     add("--context-len", type=int, nargs="+", default=[], help="cached tokens of single steps")
     add("--num-steps", type=int, default=20, help="single steps that are measured")
     add("--num-repeats", type=int, default=2, help="times that a batch of prompts is answered and measured")
-    add("--ep-loopback", type=int, default=1, help="act as rank 0 of this many ranks in one process")
     add("--no_cuda_graph", "--no-cuda-graph", action="store_true", help="measure without CUDA graphs only")
     add("--batch-invariant", action="store_true", help="library GEMMs of a fixed row count: the same tokens with and without graphs")
-    add("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    add("--page-size", type=int, default=256)
     add("--max-num-batched-tokens", type=int, default=4096, help="tokens in one prefill step")
-    add("--seed", type=int, default=0)
-    add("--run-name", default="")
-    add("--result_jsonl", "--result-jsonl", dest="result_jsonl", type=Path, help="append the rows")
-    args = parser.parse_args(argv)
-    if not args.model and args.load_format == "auto":
-        parser.error("--model DIR is needed unless --load-format dummy")
+    args = parse_run_options(parser, argv)
     if not args.output_len and not args.context_len:
         args.output_len = [128]
     sizes = [*args.batch_size, *args.output_len, *args.context_len, args.prompt_len, args.num_steps, args.num_repeats]
@@ -76,7 +67,7 @@ def open_engine(args: argparse.Namespace) -> LLM:
     longest = max([args.prompt_len + new for new in args.output_len] + [cached + args.num_steps + 2 for cached in args.context_len])
     most = max(args.batch_size)
     return LLM(
-        args.model, load_format=args.load_format, device=args.device, dtype=args.dtype, page_size=args.page_size,
+        args.model or "", load_format=args.load_format, device=args.device, dtype=args.dtype, page_size=args.page_size,
         num_pages=most * -(-longest // args.page_size), max_model_len=longest, max_num_seqs=most, ep_loopback=args.ep_loopback,
         max_num_batched_tokens=max(args.max_num_batched_tokens, most), enable_prefix_caching=False, seed=args.seed,
         batch_invariant=args.batch_invariant, cuda_graph=not args.no_cuda_graph,
@@ -199,7 +190,9 @@ def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
             if args.result_jsonl:
                 append_row(args.result_jsonl, row)
             rows.append(row)
-            print(result_line(row), flush=True)
+            what = f"{row['input_len']} cached" if kind == "steps" else f"{row['input_len']} + {row['output_len']} tokens"
+            what = f"{kind}: {batch_size} x {what}, {'graph' if cuda_graph else 'eager'}"
+            print(result_line(row, what, "ms", f"{row['output_tok_per_s']:.1f} output tok/s"), flush=True)
 
     for batch_size in args.batch_size:
         for new_tokens in args.output_len:
@@ -209,18 +202,6 @@ def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
             results = in_turns(lambda b=batch_size, c=cached: single_steps(llm, args, b, c), 1)  # type: ignore[misc]
             add(results, "steps", batch_size, batch_size, input_len=cached, output_len=1)
     return rows
-
-
-def result_line(row: dict[str, Any]) -> str:
-    """One row for the reader."""
-    latency, kind = row["latency_ms"], row["params"]["kind"]
-    what = f"{row['input_len']} cached" if kind == "steps" else f"{row['input_len']} + {row['output_len']} tokens"
-    graph = "graph" if row["params"]["cuda_graph"] else "eager"
-    return (
-        f"{kind}: {row['batch_size']} x {what}, {graph}: {latency['median']:.3f} ms (p10 {latency['p10']:.3f}, p90 "
-        f"{latency['p90']:.3f}), {row['output_tok_per_s']:.1f} output tok/s, {row['parallel']}, load_format {row['load_format']}, "
-        f"{row['gpu']}"
-    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 bench/bench_links.py --result_jsonl results/links.jsonl
 
 One row per transfer: `latency_ms` of the slowest rank, and `gb_per_s` of other ranks' data that a rank receives. The sizes are
-those of one layer of bench_prefill.py: the codes, scales and routes of --num-tokens tokens in, their partial sums out. "library" is
+those of one layer of bench_prefill.py: the folded codes, scales and routes of --num-tokens tokens in, their partial sums out. "library" is
 the plain collective of the same direction, on the step's stream.
 """
 
@@ -51,10 +51,11 @@ def transfers(num_tokens: int, device: torch.device, parallel: ExpertParallel) -
     n, k, world = config.hidden_size, config.num_experts_per_tok, parallel.world
     counts = [num_tokens] * world
     codes = torch.randint(0, 120, (num_tokens, n), dtype=torch.uint8, device=device)
-    scale = torch.randint(110, 130, (num_tokens, n // 32), dtype=torch.uint8, device=device)
+    scale = torch.rand(num_tokens, device=device)
     ids = torch.randint(0, 96, (num_tokens, k), dtype=torch.int32, device=device)
     weights = torch.rand(num_tokens, k, device=device)
     partial = torch.randn(world * num_tokens, n, device=device).bfloat16()
+    for_others = partial[num_tokens:]
     gathered = torch.empty(world * num_tokens, n, dtype=torch.uint8, device=device)
     scattered = torch.empty(num_tokens, n, dtype=torch.bfloat16, device=device)
     small = torch.zeros(64, dtype=torch.uint8, device=device)
@@ -67,7 +68,7 @@ def transfers(num_tokens: int, device: torch.device, parallel: ExpertParallel) -
     runs: dict[str, tuple[Callable[[], Any], int]] = {
         "gather codes and scales": (lambda: parallel.start_all_gather([codes, scale], counts).wait(), others * size(codes, scale)),
         "gather routes": (lambda: parallel.start_gather_routes(ids, weights, counts).wait(), others * size(ids, weights)),
-        "scatter partial sums": (lambda: parallel.start_scatter(partial, counts).wait(), others * size(scattered)),
+        "scatter partial sums": (lambda: parallel.start_scatter(for_others, counts).wait(), others * size(scattered)),
         "library all_gather of codes": (lambda: all_gather_into(gathered, codes), others * size(codes)),
         "library reduce_scatter of sums": (lambda: dist.reduce_scatter_tensor(scattered, partial), others * size(scattered)),
         "library all_gather, 64 bytes": (lambda: all_gather_into(small_gathered, small), others * 64),

@@ -22,12 +22,10 @@ implementations.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import resource
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -36,23 +34,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np
 import torch
 
 from bench.exchange import describe_exchange, exchange_times, serial_steps
-from bench.result import append_row, base_row
+from bench.options import add_run_options, parse_run_options
+from bench.prefill_job import Loaded, PrefillJob, SavedState, read_config
+from bench.result import append_row, base_row, result_line
 from bench.timing import summarise
-from bench.workload import SUITES, Workload, fill_randomly, parse_workload, single_request
-from mini_deepinfer.batch import ChunkRequest, PrefillBatch, build_batch
-from mini_deepinfer.config import ModelConfig, NumericProfile, check_environment
-from mini_deepinfer.engram import EngramHasher, synthetic_token_map, token_map_from_folder
-from mini_deepinfer.kv_cache import CacheGeometry, Caches, cache_bytes
-from mini_deepinfer.model import Model
+from bench.workload import SUITES, Workload, parse_workload, single_request
+from mini_deepinfer.config import check_environment
 from mini_deepinfer.ops._dispatch import check_device, select
 from mini_deepinfer.parallel import ExpertParallel, Loopback, SingleProcess, local_device, make_parallel
 from mini_deepinfer.report import build_line, memory_table, progress, show, stage_table
-from mini_deepinfer.stages import StageTimer, stage
-from mini_deepinfer.weights import dummy_weights, load_weights
+from mini_deepinfer.stages import StageTimer
 
 NUM_STAGE_STEPS = 2
 TURN = 5  # steps of one choice of implementations before the next one has its turn
@@ -60,9 +54,8 @@ TURN = 5  # steps of one choice of implementations before the next one has its t
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_run_options(parser)
     add = parser.add_argument
-    add("--model", help="checkpoint folder; with --load-format dummy only its config.json is read (default: released)")
-    add("--load-format", choices=["auto", "dummy"], default="auto")
     add("--prefill_batch_size", "--prefill-batch-size", type=int,
         help="new tokens of a rank per step (default 4096, or the largest workload's if that is more)")  # fmt: skip
     add("--context-len", type=int, default=131_072, help="tokens of the request")
@@ -77,24 +70,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--num-steps", type=int, default=10)
     add("--num-warmup", type=int, default=2)
     add("--profile", nargs="?", const="profile", type=Path, metavar="DIR", help="write torch profiler traces there")
-    add("--ep-loopback", type=int, default=1, help="act as rank 0 of this many ranks in one process")
     add("--num-experts", type=int, help="with dummy weights: routed experts instead of the model's (what a small group can hold)")
     add("--no_cuda_graph", "--no-cuda-graph", action="store_true", help="as always: prefill steps run eagerly")
-    add("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     add("--activation-quant", action=argparse.BooleanOptionalAction, default=True)
     add("--wo-a", choices=["bf16", "fp8"], default="bf16")
-    add("--page-size", type=int, default=256)
-    add("--seed", type=int, default=0)
-    add("--run-name", default="")
-    add("--result_jsonl", "--result-jsonl", "--result-filename", dest="result_jsonl", type=Path, help="append the row")
-    args = parser.parse_args(argv)
-    if args.model is None and args.load_format == "auto":
-        parser.error("--model DIR is needed unless --load-format dummy")
+    args = parse_run_options(parser, argv)
     if args.num_experts is not None and args.load_format != "dummy":
         parser.error("--num-experts needs --load-format dummy")
-    if args.num_steps < 1 or args.num_warmup < 0 or args.ep_loopback < 1:
-        parser.error("--num-steps and --ep-loopback must be >= 1, --num-warmup >= 0")
+    if args.num_steps < 1 or args.num_warmup < 0:
+        parser.error("--num-steps must be >= 1, --num-warmup >= 0")
     if args.num_experts is not None and args.num_experts < 1:
         parser.error(f"--num-experts must be >= 1, got {args.num_experts}")
     if args.device == "auto":
@@ -109,12 +93,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return args
-
-
-def read_config(args: argparse.Namespace) -> ModelConfig:
-    """The model of this run."""
-    config = ModelConfig.from_folder(args.model) if args.model else ModelConfig.released()
-    return dataclasses.replace(config, n_routed_experts=args.num_experts) if args.num_experts else config
 
 
 def choose_workloads(args: argparse.Namespace) -> list[Workload]:
@@ -147,144 +125,6 @@ def implementations(ablation: str) -> Iterator[str]:
         yield text
     finally:
         os.environ["MDI_OPS"] = before
-
-
-@dataclass
-class SavedState:
-    """What a step changes besides rows that the next step overwrites: the window rings and the compressor tails."""
-
-    rings: list[torch.Tensor]
-    tails: list[torch.Tensor]
-
-
-class Loaded:
-    """What all workloads share: configuration, weights in the model, engram hash."""
-
-    def __init__(self, args: argparse.Namespace, device: torch.device, parallel: ExpertParallel) -> None:
-        self.config = read_config(args)
-        self.device, self.parallel = device, parallel
-        limit = self.config.max_position_embeddings
-        for workload in args.workloads:
-            if workload.context_len > limit:
-                raise ValueError(f"workload {workload.name}: {workload.context_len} tokens exceed the model's limit of {limit}")
-        start = time.perf_counter()
-        rank, world = parallel.rank, parallel.world
-        if args.load_format == "dummy":
-            weights = dummy_weights(self.config, rank=rank, world=world, device=device, seed=args.seed)
-            token_map = synthetic_token_map(self.config)
-        else:
-            weights = load_weights(args.model, self.config, rank=rank, world=world, device=device)
-            token_map = token_map_from_folder(args.model, self.config)
-        self.weight_bytes = weights.num_bytes
-        self.hasher = EngramHasher(self.config, token_map) if self.config.engram_layer_ids else None
-        profile = NumericProfile(getattr(torch, args.dtype), args.activation_quant, args.wo_a)
-        longest = max(workload.context_len for workload in args.workloads)
-        caches = make_caches(self.config, args.workloads[0], args, device)  # every job brings its own
-        self.model = Model(self.config, profile, weights, caches, parallel, device, max_model_len=longest)
-        self.load_s = time.perf_counter() - start
-        allowed = np.flatnonzero(np.asarray(token_map) >= 0)
-        self.allowed_ids = allowed[allowed != (-1 if self.config.image_token_id is None else self.config.image_token_id)]
-
-
-def cache_sizes(workload: Workload, args: argparse.Namespace) -> dict[str, int]:
-    """Pages for the requests of a workload, a slot for each, and a chunk of --prefill_batch_size tokens."""
-    num_pages = sum(-(-request.end // args.page_size) for request in workload.requests)
-    sizes = {"num_pages": num_pages, "page_size": args.page_size, "num_slots": len(workload.requests)}
-    return sizes | {"max_tokens": args.prefill_batch_size}
-
-
-def make_caches(config: ModelConfig, workload: Workload, args: argparse.Namespace, device: torch.device) -> Caches:
-    return Caches(config, device=device, **cache_sizes(workload, args))
-
-
-class PrefillJob:
-    """The caches and requests of one workload on this rank; knows how to run the same step again and again."""
-
-    def __init__(self, args: argparse.Namespace, loaded: Loaded, workload: Workload) -> None:
-        self.config, self.model, self.hasher = loaded.config, loaded.model, loaded.hasher
-        self.device, self.parallel, self.workload = loaded.device, loaded.parallel, workload
-        self.chunk = args.prefill_batch_size
-        self.cache_bytes = cache_bytes(self.config, CacheGeometry.of(self.config, **cache_sizes(workload, args)))
-        self.caches = self.model.caches = make_caches(self.config, workload, args, self.device)
-        self.token_ids = [workload.token_ids(i, self.parallel.rank, loaded.allowed_ids) for i in range(len(workload.requests))]
-        self.host_ms: dict[str, list[float]] = {"build": [], "launch": []}  # what a step takes of the host
-        self._next: PrefillBatch | None = None
-        self.pages: list[list[int]] = []
-        for request in workload.requests:
-            first = sum(len(pages) for pages in self.pages)
-            self.pages.append(list(range(first, first + self.caches.geometry.pages_for(request.end))))
-
-    def _build(self, spans: list[tuple[int, int, int]], want: Any) -> PrefillBatch:
-        """Tokens start..end-1 of request index, for every (index, start, end)."""
-        with stage("schedule"):
-            chunks = [ChunkRequest(self.token_ids[i], start, end, i, self.pages[i], want) for i, start, end in spans]
-            return build_batch(self.config, chunks, self.caches.geometry, self.device, self.hasher)
-
-    def fill(self, how: str) -> float:
-        """Put the cached part into the caches; returns the seconds it took."""
-        start = time.perf_counter()
-        if how == "random":
-            fill_randomly(self.caches, seed=self.parallel.rank)
-        else:
-            todo = sum(request.cached_len for request in self.workload.requests)
-            with progress(todo, desc="cached part", unit="tok", disable=self.parallel.rank != 0) as bar:
-                for i, request in enumerate(self.workload.requests):
-                    for first in range(0, request.cached_len, self.chunk):
-                        last = min(first + self.chunk, request.cached_len)
-                        self.model.forward(self._build([(i, first, last)], "none"))
-                        bar.update(last - first)
-        self._synchronise()
-        return time.perf_counter() - start
-
-    def save(self) -> SavedState:
-        """The state at the cached length."""
-        rings = [window[: self.caches.geometry.chunk_row].clone() for window in self.caches.window]
-        return SavedState(rings, [tail.clone() for tail in self._tails()])
-
-    def restore(self, state: SavedState) -> None:
-        """Roll back to the cached length."""
-        for window, ring in zip(self.caches.window, state.rings):
-            window[: ring.shape[0]].copy_(ring)
-        for tail, saved in zip(self._tails(), state.tails):
-            tail.copy_(saved)
-
-    def _tails(self) -> Iterator[torch.Tensor]:
-        yield from self.caches.tail_kv.values()
-        yield from self.caches.tail_score.values()
-
-    def step(self) -> torch.Tensor:
-        """One complete step: forward, schedule, sample. Returns the sampled ids on the host, int64 [requests].
-
-        The chunks of a prefill do not depend on what is sampled, so the next batch is built while the device works on this one: every
-        step builds one batch and runs one.
-        """
-        spans = [(i, request.cached_len, request.end) for i, request in enumerate(self.workload.requests)]
-        if self._next is None:
-            self._next = self._build(spans, "last")
-        start = time.perf_counter()
-        logits = self.model.forward(self._next)
-        launched = time.perf_counter()
-        self._next = self._build(spans, "last")
-        self.host_ms["launch"].append(1e3 * (launched - start))
-        self.host_ms["build"].append(1e3 * (time.perf_counter() - launched))
-        with stage("sample"):
-            if not bool(torch.isfinite(logits).all()):
-                raise RuntimeError("bench_prefill: the step produced logits that are not finite")
-            return logits.argmax(dim=-1).cpu()
-
-    def timed_step(self, state: SavedState) -> tuple[float, torch.Tensor]:
-        """(milliseconds, sampled ids) of one step, all ranks starting together."""
-        self.restore(state)
-        self._synchronise()
-        self.parallel.barrier()
-        start = time.perf_counter()
-        ids = self.step()
-        self._synchronise()
-        return 1e3 * (time.perf_counter() - start), ids
-
-    def _synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 @contextmanager
@@ -457,19 +297,6 @@ def result_row(args: argparse.Namespace, loaded: Loaded, job: PrefillJob, run: R
     return row
 
 
-def result_line(row: dict[str, Any]) -> str:
-    """One row for the reader."""
-    latency, ablation = row["latency_ms"], row["params"]["ablate"]
-    baseline = row.get("baseline")
-    against = f", {latency['median'] / baseline['latency_ms']:.3f}x of {baseline['latency_ms']:.3f} ms" if baseline else ""
-    return (
-        f"{latency['median']:.3f} ms/step (p10 {latency['p10']:.3f}, p90 {latency['p90']:.3f}{against}), "
-        f"{row['prefill_tok_per_s']:.1f} input tok/s/GPU, peak {row['peak_gib']:.2f} GiB, workload "
-        f"{row['params']['workload']['name']}, {f'{ablation}, ' if ablation else ''}{row['parallel']}, "
-        f"load_format {row['load_format']}, {row['gpu']}"
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     check_environment()
@@ -496,7 +323,10 @@ def main(argv: list[str] | None = None) -> int:
             for row in rows if parallel.rank == 0 else []:
                 if args.result_jsonl:
                     append_row(args.result_jsonl, row)
-                print(result_line(row), flush=True)
+                name, ablation = row["params"]["workload"]["name"], row["params"]["ablate"]
+                what = f"workload {name}, {ablation}" if ablation else f"workload {name}"
+                speed = f"{row['prefill_tok_per_s']:.1f} input tok/s/GPU"
+                print(result_line(row, what, "ms/step", speed, f"peak {row['peak_gib']:.2f} GiB"), flush=True)
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # the next workload's sizes differ
     return 1 if failed else 0

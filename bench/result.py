@@ -59,6 +59,15 @@ def append_row(path: str | Path, row: dict[str, Any]) -> None:
         file.write(line)
 
 
+def result_line(row: dict[str, Any], what: str, unit: str, *figures: str) -> str:
+    """One row of a whole step for the reader: what was measured, its time, further figures, where."""
+    latency, baseline = row["latency_ms"], row.get("baseline")
+    time = f"{latency['median']:.3f} {unit} (p10 {latency['p10']:.3f}, p90 {latency['p90']:.3f})"
+    if baseline:
+        time += f", {latency['median'] / baseline['latency_ms']:.3f}x of {baseline['name']}"
+    return f"{what}: {', '.join([time, *figures, row['parallel'], 'load_format ' + row['load_format'], row['gpu']])}"
+
+
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """All rows of a file. Raises ValueError naming the line that is not a JSON object."""
     rows = []

@@ -291,16 +291,13 @@ def _tokenizer_problems(config: ModelConfig, folder: Path) -> list[str]:
 
 
 def _describe_memory(config: ModelConfig, options: EngineConfig) -> str:
-    from mini_deepinfer.cache_plan import free_memory, plan_caches
-    from mini_deepinfer.checkpoint import memory_plan
+    from mini_deepinfer.engine_parts import plan_memory
 
     use_gpu = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda" if use_gpu else "cpu")
     world = options.ep_loopback if options.ep_loopback > 1 else options.ep_size
-    weights = memory_plan(config, (world,)).weights_per_rank[world]
-    free = free_memory(device)
     try:
-        plan = plan_caches(config, options, device, weight_bytes=weights, free_bytes=free, world=world)
+        plan = plan_memory(config, options, device, world)
     except ValueError as error:
         return f"NOTE this machine cannot run it with these options: {error}"
     parts = memory_table(plan.parts, total_bytes=plan.free_bytes)

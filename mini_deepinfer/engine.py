@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,25 +18,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from . import engine_parts
 from .batch import PrefillBatch, build_batch
-from .cache_plan import CachePlan, free_memory, plan_caches
+from .cache_plan import MAX_SNAPSHOTS, CachePlan
 from .config import EngineConfig, ModelConfig
-from .engram import NO_TOKEN, EngramHasher, synthetic_token_map, token_map_from_folder
-from .kv_cache import Caches, PageAllocator, PrefixCache
+from .decode_shapes import why_not
+from .engram import EngramHasher
+from .kv_cache import Caches
 from .ops._dispatch import check_device
 from .parallel import ExpertParallel, SingleProcess, local_device, make_parallel
+from .prefix_cache import PageAllocator, PrefixCache
+from .prompts import Prompt, PromptReader, as_list
 from .sampler import SamplingParams, sample
 from .scheduler import UNKNOWN_ID, Chunk, FinishReason, Request, Scheduler
 from .stages import stage
-from .tokenizer import Tokenizer, check_prompt_ids
-from .weights import Weights, dummy_weights, load_weights
+from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .decode_graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class ForwardModel(Protocol):
@@ -88,21 +89,21 @@ class LLM:
         device = local_device(wanted)
         check_device(device, chosen.profile().compute_dtype)
         parallel = make_parallel(device, ep_size=chosen.ep_size, ep_loopback=chosen.ep_loopback, num_experts=config.n_routed_experts)
-        plan = _plan_memory(config, chosen, device, parallel.world)
-        tokenizer, hasher, known_ids = _read_tokenizer(config, chosen)
+        plan = engine_parts.plan_memory(config, chosen, device, parallel.world)
+        tokenizer, hasher, known_ids = engine_parts.read_tokenizer(config, chosen)
         if parallel.rank == 0:
-            _show_start(config, chosen, device, plan)
-        weights = _load(config, chosen, parallel, device)
+            engine_parts.show_start(config, chosen, device, plan)
+        weights = engine_parts.read_weights(config, chosen, parallel, device)
 
         from .model import Model  # the only part that needs every op; importing this file does not
 
-        caches = _make_caches(config, chosen, plan.num_pages, device)
+        caches = engine_parts.make_caches(config, chosen, plan.num_pages, device)
         network = Model(config, chosen.profile(), weights, caches, parallel, device, max_model_len=plan.max_model_len)
         self._assemble(config, chosen, caches, network, parallel, hasher, known_ids, tokenizer, plan)
         if chosen.cuda_graph:
-            from .decode_graphs import DecodeGraphs, why_not
+            from .decode_graphs import DecodeGraphs
 
-            reason = why_not(device, chosen.profile(), parallel)
+            reason = why_not(device, chosen.profile(), self._data_ranks)
             if reason is None:
                 self.graphs = DecodeGraphs(network, hasher, max_seqs=chosen.max_num_seqs, max_len=plan.max_model_len)
             else:
@@ -125,7 +126,7 @@ class LLM:
         """An engine around a model that exists already, for tests and tools. known_ids: bool [V], ids with a token."""
         geometry = caches.geometry
         length = options.max_model_len or min(config.max_position_embeddings, geometry.num_pages * geometry.page_size)
-        budget = 128 * caches.snapshot_bytes if snapshot_budget is None else snapshot_budget
+        budget = MAX_SNAPSHOTS * caches.snapshot_bytes if snapshot_budget is None else snapshot_budget
         plan = CachePlan(geometry.num_pages, length, budget, {}, 0)
         self = cls.__new__(cls)
         self._assemble(config, options, caches, model, parallel or SingleProcess(), hasher, known_ids, tokenizer, plan)
@@ -147,6 +148,7 @@ class LLM:
         self.parallel, self.hasher, self.tokenizer = parallel, hasher, tokenizer
         self.max_model_len = plan.max_model_len
         self._known_ids = known_ids
+        self._prompts = PromptReader(config, tokenizer, known_ids, plan.max_model_len)
         # A loopback's other ranks are stand-ins: all prompts are this process's own.
         self._data_ranks = 1 if options.ep_loopback > 1 else parallel.world
         self.allocator = PageAllocator(plan.num_pages)
@@ -174,7 +176,7 @@ class LLM:
             ValueError    params is a list of another length
             RuntimeError  requests added by add_request are unfinished
         """
-        prompts = _as_list(prompts)
+        prompts = as_list(prompts)
         if params is None:
             params = SamplingParams()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -199,12 +201,12 @@ class LLM:
         The prefix cache is not read, since every token's logits are wanted. Raises TypeError or ValueError naming the
         first bad prompt, before anything runs.
         """
-        prompts = _as_list(prompts)
+        prompts = as_list(prompts)
         self._require_idle("score")
         tokens = []
         for index, prompt in enumerate(prompts):
             try:
-                tokens.append(self._prompt_ids(prompt, SamplingParams(), score=True)[0])
+                tokens.append(self._prompts.read(prompt, SamplingParams(), score=True)[0])
             except (TypeError, ValueError) as error:
                 raise type(error)(f"score: prompt {index}: {error}") from None
         place = {
@@ -225,7 +227,7 @@ class LLM:
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a prompt and return its id. Raises TypeError or ValueError for a prompt that can never run."""
-        tokens, params = self._prompt_ids(prompt, params or SamplingParams(), score=False)
+        tokens, params = self._prompts.read(prompt, params or SamplingParams(), score=False)
         return self._add(tokens, params, score=False)
 
     def abort(self, request_id: int) -> RequestOutput | None:
@@ -291,33 +293,6 @@ class LLM:
     def _require_idle(self, caller: str) -> None:
         if self.has_work:
             raise RuntimeError(f"{caller}: {len(self._requests)} added requests are unfinished; step or abort them first")
-
-    def _prompt_ids(self, prompt: Prompt, params: SamplingParams, *, score: bool) -> tuple[np.ndarray, SamplingParams]:
-        """Token ids int64 [S] of a prompt, and its parameters. Raises TypeError or ValueError saying what is wrong."""
-        if isinstance(prompt, Mapping):
-            fields = {key: value for key, value in prompt.items() if key != "prompt"}
-            known = [field.name for field in dataclasses.fields(SamplingParams)]
-            if "prompt" not in prompt or set(fields) - set(known):
-                raise ValueError(f"prompt: a mapping has the keys prompt and {', '.join(known)}; got {sorted(prompt)}")
-            prompt, params = prompt["prompt"], dataclasses.replace(params, **fields)
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("prompt: text needs the checkpoint's tokenizer.json; give token ids")
-            ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, (Sequence, np.ndarray, torch.Tensor)):
-            ids = check_prompt_ids(prompt, self.config)  # type: ignore[arg-type]
-        else:
-            raise TypeError(f"prompt: must be text, token ids or a mapping, got {type(prompt).__name__}")
-        tokens = np.array(ids, dtype=np.int64)
-        if self._known_ids is not None and not self._known_ids[tokens].all():
-            raise ValueError(f"prompt: token id {tokens[~self._known_ids[tokens]][0]} has no token in the tokenizer")
-        longest = self.max_model_len if score else self.max_model_len - 1
-        if len(tokens) > longest:
-            what = "" if score else " (one place is for the first new token)"
-            raise ValueError(f"prompt: {len(tokens)} tokens; max_model_len={self.max_model_len} allows {longest}{what}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("prompt: stop strings need the checkpoint's tokenizer.json; use stop_token_ids")
-        return tokens, params
 
     def _add(self, tokens: np.ndarray, params: SamplingParams, *, score: bool) -> int:
         num_tokens = len(tokens)
@@ -407,12 +382,6 @@ class LLM:
         return self.parallel.all_gather_object(value) if self._data_ranks > 1 else [value]
 
 
-def _as_list(prompts: Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        raise TypeError("prompts must be a list of prompts; put a single prompt in a list")
-    return list(prompts)
-
-
 def _first_stop(text: str, stop: Sequence[str]) -> int:
     """Where the first stop string begins, -1 without one."""
     return min((at for at in map(text.find, stop) if at >= 0), default=-1)
@@ -421,52 +390,3 @@ def _first_stop(text: str, stop: Sequence[str]) -> int:
 def _identity(config: ModelConfig, options: EngineConfig) -> bytes:
     """What cached rows depend on besides tokens: two engines in one process never share rows by accident."""
     return repr((options.model, options.load_format, options.seed, options.profile(), config)).encode()
-
-
-def _plan_memory(config: ModelConfig, options: EngineConfig, device: torch.device, world: int) -> CachePlan:
-    from .checkpoint import memory_plan
-
-    weight_bytes = memory_plan(config, (world,)).weights_per_rank[world]
-    return plan_caches(config, options, device, weight_bytes=weight_bytes, free_bytes=free_memory(device), world=world)
-
-
-def _make_caches(config: ModelConfig, options: EngineConfig, num_pages: int, device: torch.device) -> Caches:
-    return Caches(
-        config,
-        num_pages=num_pages,
-        page_size=options.page_size,
-        num_slots=options.max_num_seqs,
-        max_tokens=options.max_num_batched_tokens,
-        device=device,
-    )
-
-
-def _read_tokenizer(config: ModelConfig, options: EngineConfig) -> tuple[Tokenizer | None, EngramHasher | None, np.ndarray | None]:
-    """Tokenizer, engram hash and the ids that have a token. Dummy weights need none of the checkpoint's files."""
-    folder = Path(options.model)
-    has_tokenizer = bool(options.model) and (folder / "tokenizer.json").is_file()
-    tokenizer = Tokenizer.from_folder(folder, config) if has_tokenizer else None
-    if not config.engram_layer_ids:
-        return tokenizer, None, None
-    dummy = options.load_format == "dummy"
-    token_map = synthetic_token_map(config) if dummy else token_map_from_folder(folder, config)
-    return tokenizer, EngramHasher(config, token_map), token_map != NO_TOKEN
-
-
-def _load(config: ModelConfig, options: EngineConfig, parallel: ExpertParallel, device: torch.device) -> Weights:
-    if options.load_format == "dummy":
-        return dummy_weights(config, rank=parallel.rank, world=parallel.world, device=device, seed=options.seed)
-    return load_weights(options.model, config, rank=parallel.rank, world=parallel.world, device=device)
-
-
-def _show_start(config: ModelConfig, options: EngineConfig, device: torch.device, plan: CachePlan) -> None:
-    from . import report
-
-    lines = [
-        report.build_line(device),
-        "options " + ", ".join(f"{name}={value}" for name, value in options.changed().items()),
-        report.memory_table(plan.parts, total_bytes=plan.free_bytes),
-        f"cache: {plan.num_pages} pages of {options.page_size} tokens, max_model_len {plan.max_model_len}; prefix cache "
-        + (f"on, hit unit {options.page_size} tokens" if options.enable_prefix_caching else "off"),
-    ]
-    report.show("\n".join(lines))

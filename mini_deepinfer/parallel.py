@@ -1,4 +1,4 @@
-"""Expert parallelism: how the rows of a step travel between ranks (architecture, section 5).
+"""Expert parallelism: how the rows of a step travel between ranks (docs/architecture.md, "Ranks").
 
 Attention is data parallel and experts are expert parallel: every rank sends its token rows to all ranks
 (:meth:`ExpertParallel.start_all_gather`), computes its own experts for all of them and sends the partial sums back
@@ -33,6 +33,7 @@ from mini_deepinfer.watchdog import Watchdog, first_line, leave_at_once
 
 START_TIMEOUT_S = 25.0  # for all ranks to appear
 STEP_TIMEOUT_S = 600.0  # for a rank that is alive to reach a collective that another rank waits in
+BESIDE_BYTES = 1 << 20  # less than this is not worth a second stream in the loopback
 LIBRARY_MARGIN_S = 60.0  # NCCL's own limit comes later: it ends a process without naming the rank that is behind
 
 # torch 2.13 renamed it and warns about the old name.
@@ -56,6 +57,29 @@ class Exchange(Generic[Result]):
         result = finish()
         self._held = None
         return result
+
+
+class ExchangeStream:
+    """A stream for the exchange beside the step's stream of one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # High priority: the few blocks of a collective must not queue behind all blocks of a product.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def run(self, name: str, call: Callable[[], Any]) -> torch.cuda.Event:
+        """Run `call` there, after everything that the step's stream has been given so far; the event to wait for.
+
+        What it reads and writes must have been allocated on the step's stream and stay referenced until that stream waits: its
+        memory cannot be reused before.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        done = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            with beside(name):
+                call()
+            done.record()
+        return done
 
 
 class ExpertParallel(ABC):
@@ -97,13 +121,17 @@ class ExpertParallel(ABC):
         return self.start_all_gather([ids, weights], counts)
 
     def start_scatter(self, partial: torch.Tensor, counts: list[int]) -> Exchange[torch.Tensor]:
-        """partial [sum(counts), ...] of every rank -> [P, T, ...]: what each of P ranks has for this rank's rows, in rank order.
+        """What every rank has for the OTHER ranks' rows -> [P, T, ...]: what P others have for this rank's T rows, in rank order.
 
-        P is the number of ranks that send: world, but 1 for :class:`Loopback`.
+        partial [sum(counts) - T, ...]: the other ranks' rows in rank order. P is world - 1, but 0 for :class:`Loopback`, whose
+        stand-ins have nothing to send.
         """
-        self._own_count(counts)
-        self._check_rows("scatter", partial, sum(counts))
+        self._check_rows("scatter", partial, sum(counts) - self._own_count(counts))
         return self._start_scatter(partial, counts)
+
+    def all_agree(self, value: bool) -> bool:
+        """Whether value is true on all ranks. For decisions at the load that all must take alike, not for steps."""
+        return all(self.all_gather_object(value))
 
     def all_gather(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """rows [T, ...] of any dtype on every rank -> [sum(counts), ...], rank 0's rows first."""
@@ -116,9 +144,14 @@ class ExpertParallel(ABC):
 
         The sum is taken in float32 in ascending rank order and rounded once, to out_dtype (None: partial's dtype).
         """
-        parts = self.start_scatter(partial, counts).wait()
-        total = parts[0]
-        for part in parts[1:]:
+        own_count = self._own_count(counts)
+        self._check_rows("reduce_scatter", partial, sum(counts))
+        first = sum(counts[: self.rank])
+        before, own, after = partial.split([first, own_count, partial.shape[0] - first - own_count])
+        parts = self.start_scatter(torch.cat((before, after)), counts).wait()
+        ordered = [*parts[: self.rank], own, *parts[self.rank :]]
+        total = ordered[0]
+        for part in ordered[1:]:
             total = total.to(torch.float32) + part
         return total.to(out_dtype or partial.dtype)
 
@@ -180,7 +213,7 @@ class SingleProcess(ExpertParallel):
         return Exchange(lambda: list(tensors))
 
     def _start_scatter(self, partial: torch.Tensor, counts: list[int]) -> Exchange[torch.Tensor]:
-        return Exchange(lambda: partial.unsqueeze(0))
+        return Exchange(lambda: partial.new_empty(0, counts[0], *partial.shape[1:]))
 
 
 class Loopback(ExpertParallel):
@@ -197,44 +230,55 @@ class Loopback(ExpertParallel):
             raise ValueError(f"Loopback: world and num_experts must be >= 1, got {world} and {num_experts}")
         self.world = world
         self.num_experts = num_experts
-        # [world * num_experts]: entry p * num_experts + e is the expert that stand-in p picks where rank 0 picks e.
+        # [world, num_experts]: entry (p, e) is the expert that stand-in p picks where rank 0 picks e.
         permutations = [torch.arange(num_experts)]
         for stand_in in range(1, world):
             permutations.append(torch.randperm(num_experts, generator=torch.Generator().manual_seed(stand_in)))
-        self._permutations = torch.cat(permutations).to(torch.int32)
-        self._offsets = torch.arange(world) * num_experts
+        self._permutations = torch.stack(permutations).to(torch.int32)
+        self._stream: ExchangeStream | None = None
 
     def _gather_counts(self, num_tokens: int) -> list[int]:
         return [num_tokens] * self.world
 
     def _start_all_gather(self, tensors: Sequence[torch.Tensor], counts: list[int]) -> Exchange[list[torch.Tensor]]:
-        return Exchange(lambda: [self._repeat(rows) for rows in tensors])
+        device = tensors[0].device
+        parts = [_as_bytes(rows) for rows in tensors]
+        repeated = [part.new_empty(self.world * part.shape[0], part.shape[1]) for part in parts]
+        results = [_from_bytes(out, rows) for out, rows in zip(repeated, tensors)]
 
-    def _repeat(self, rows: torch.Tensor) -> torch.Tensor:
-        if rows.dim() == 1:
-            return rows.repeat(self.world)
-        wide = rows.flatten(1).view(torch.uint8)
-        if all(n % 8 == 0 for n in (*wide.shape[1:], wide.stride(0), wide.storage_offset())):  # copies of one-byte elements are slow
-            wide = wide.view(torch.int64)
-        return wide.repeat(self.world, 1).view(rows.dtype).view(-1, *rows.shape[1:])
+        def call() -> None:
+            for part, out in zip(parts, repeated):
+                torch.cat([part] * self.world, out=out)
+
+        if device.type != "cuda" or sum(part.numel() for part in parts) < BESIDE_BYTES:
+            call()
+            return Exchange(lambda: results)
+        # Like a group's, beside the step's stream: received rows cost memory traffic, but no turn of their own there.
+        if self._stream is None:
+            self._stream = ExchangeStream(device)
+        done = self._stream.run(GATHER, call)
+
+        def finish() -> list[torch.Tensor]:
+            torch.cuda.current_stream(device).wait_event(done)
+            return results
+
+        return Exchange(finish, held=parts)
 
     def start_gather_routes(
         self, ids: torch.Tensor, weights: torch.Tensor, counts: list[int]
     ) -> Exchange[list[torch.Tensor]]:
         """ids, weights [T, k] -> [world * T, k]. The ids of a stand-in's token are not sorted."""
-        for rows in (ids, weights):
-            self._check_rows("gather_routes", rows, self._own_count(counts))
-        return Exchange(lambda: [self._permute(ids), self._repeat(weights)])
+        self._check_rows("gather_routes", ids, self._own_count(counts))
+        permuted, weights_sent = self._permute(ids), self.start_all_gather([weights], counts)
+        return Exchange(lambda: [permuted, *weights_sent.wait()])
 
     def _permute(self, ids: torch.Tensor) -> torch.Tensor:
         if self._permutations.device != ids.device:
             self._permutations = self._permutations.to(ids.device)
-            self._offsets = self._offsets.to(ids.device)
-        index = ids.unsqueeze(0) + self._offsets.view(-1, 1, 1)
-        return self._permutations[index].flatten(0, 1).to(ids.dtype)
+        return self._permutations.index_select(1, ids.flatten()).view(-1, ids.shape[1])
 
     def _start_scatter(self, partial: torch.Tensor, counts: list[int]) -> Exchange[torch.Tensor]:
-        return Exchange(lambda: partial[: counts[0]].unsqueeze(0))
+        return Exchange(lambda: partial.new_empty(0, counts[0], *partial.shape[1:]))
 
 
 class ProcessGroup(ExpertParallel):
@@ -261,13 +305,12 @@ class ProcessGroup(ExpertParallel):
         self.device = torch.device(device)
         self.overlap = True  # False: the step's stream waits for every exchange at once (to measure what overlapping hides)
         self._closed = False
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: ExchangeStream | None = None
         on_gpu = self.device.type == "cuda"
         if on_gpu:  # before the group is made: NCCL binds to this device
             self.device = torch.device("cuda", torch.cuda.current_device() if self.device.index is None else self.device.index)
             torch.cuda.set_device(self.device)
-            # High priority: the few blocks of a collective must not queue behind all blocks of a product.
-            self._stream = torch.cuda.Stream(self.device, priority=-1)
+            self._stream = ExchangeStream(self.device)
         address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _launcher_value("MASTER_PORT")
         # torchrun's agent hosts the store; without it rank 0 does.
         hosts_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -318,21 +361,12 @@ class ProcessGroup(ExpertParallel):
         return counts.tolist()
 
     def _start(self, name: str, device: torch.device, call: Callable[[], None]) -> Callable[[], None]:
-        """Run collectives, on a GPU beside the step's stream. Returns what makes the current stream wait for them.
-
-        The exchange stream first waits for everything that the step's stream has been given so far. What the collectives
-        read and write was allocated there and stays referenced until the wait: its memory cannot be reused before.
-        """
+        """Run collectives, on a GPU beside the step's stream (ExchangeStream). Returns what makes the current stream wait for them."""
         if self._stream is None or device.type != "cuda" or not self.overlap:
             with stage(name), beside(name):
                 call()
             return lambda: None
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        done = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
-            with beside(name):
-                call()
-            done.record()
+        done = self._stream.run(name, call)
 
         def wait() -> None:
             with stage(name):
@@ -374,7 +408,7 @@ class ProcessGroup(ExpertParallel):
                 gathered = pair[1]
                 if min(counts) < longest:
                     gathered = torch.cat([part[:count] for part, count in zip(gathered.split(longest), counts)])
-                result.append(gathered.view(-1).view(rows.dtype).view(out_shape))
+                result.append(_from_bytes(gathered, rows))
             return result
 
         return Exchange(finish)
@@ -382,17 +416,18 @@ class ProcessGroup(ExpertParallel):
     def _start_scatter(self, partial: torch.Tensor, counts: list[int]) -> Exchange[torch.Tensor]:
         # An all-to-all moves the same bytes as a ring reduce-scatter, takes uneven counts, and leaves the sum to us: in
         # float32, in rank order, rounded once.
-        own_count = counts[self.rank]
-        shape = (self.world, own_count, *partial.shape[1:])
+        own_count, others = counts[self.rank], self.world - 1
+        shape = (others, own_count, *partial.shape[1:])
         if max(counts) == 0 or partial.shape[1:].numel() == 0:
             return Exchange(lambda: partial.new_empty(shape))
         send = _as_bytes(partial)
-        received = send.new_empty(self.world * own_count, send.shape[1])
-        self.received_bytes[SCATTER] += (self.world - 1) * own_count * send.shape[1]
-        splits = [own_count] * self.world
+        received = send.new_empty(others * own_count, send.shape[1])
+        self.received_bytes[SCATTER] += received.numel()
+        to_send, to_receive = list(counts), [own_count] * self.world
+        to_send[self.rank] = to_receive[self.rank] = 0  # what a rank has for its own rows stays with it
 
         def call() -> None:
-            self._collective("reduce_scatter", lambda: dist.all_to_all_single(received, send, splits, counts))
+            self._collective("reduce_scatter", lambda: dist.all_to_all_single(received, send, to_receive, to_send))
 
         wait = self._start(SCATTER, partial.device, call)
 
@@ -508,3 +543,8 @@ def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
     """[T, ...] of any dtype -> uint8 [T, bytes of a row]: collectives know no float8 and need none."""
     row_bytes = rows.shape[1:].numel() * rows.element_size()
     return rows.contiguous().view(-1).view(torch.uint8).view(rows.shape[0], row_bytes)
+
+
+def _from_bytes(gathered: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """uint8 [M, bytes of a row of `rows`] -> [M, ...] of its dtype."""
+    return gathered.view(-1).view(rows.dtype).view(gathered.shape[0], *rows.shape[1:])

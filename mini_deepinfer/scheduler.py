@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from .batch import ChunkRequest, WantLogits
-from .kv_cache import Caches, PageAllocator, PrefixCache, PrefixHit
+from .kv_cache import Caches
+from .prefix_cache import PageAllocator, PrefixCache, PrefixHit
 from .sampler import SamplingParams
 
 FinishReason = Literal["stop", "length", "error", "abort"]

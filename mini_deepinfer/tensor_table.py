@@ -15,7 +15,7 @@ from mini_deepinfer.config import LayerPlan, ModelConfig
 # Bytes per element of the safetensors dtypes that occur. I8 holds two FP4 codes per byte, low nibble first.
 DTYPE_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4}
 
-# What a complete checkpoint holds besides the text part (model spec 2.3 and 10).
+# What a complete checkpoint holds besides the text part (model spec 2.3).
 SKIP_PREFIXES = ("mtp.", "vision.", "aligner.")
 SKIP_NAMES = frozenset({"image_start", "image_end", "image_newline"})
 SKIP_PATTERN = re.compile(r"layers\.\d+\.ffn\.gate\.bias_vl")  # router bias of image tokens

@@ -1,4 +1,4 @@
-"""Ends a rank whose group cannot go on: another rank is dead, has failed, or does not reach a collective (architecture, section 5)."""
+"""Ends a rank whose group cannot go on: another rank is dead, has failed, or misses a collective (docs/architecture.md, "Ranks")."""
 
 from __future__ import annotations
 

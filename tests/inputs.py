@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -84,6 +86,24 @@ def window_indices(positions: Tensor, first_row: Tensor, window: int) -> Tensor:
     rows = start[:, None] + lanes
     rows = torch.where(rows <= positions[:, None].long(), rows + first_row[:, None].long(), torch.full_like(rows, -1))
     return rows.int()
+
+
+# -- memory that exists only where it is touched (CPU): offsets past 2^31 without the gigabytes ------------------------
+
+
+def untouched(num_bytes: int) -> Tensor:
+    """uint8 [num_bytes] of zeros whose pages the system maps at their first use; skips the test where it does not promise that many."""
+    try:
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
+    except MemoryError:
+        pytest.skip(f"no address space for {num_bytes / 2**30:.1f} GiB")
+
+
+def far_apart(x: Tensor, stride: int) -> Tensor:
+    """x [T, ..] again, its rows `stride` elements apart."""
+    num_elements = (x.shape[0] - 1) * stride + x[0].numel()
+    rows = untouched(num_elements * x.element_size()).view(x.dtype).as_strided(x.shape, (stride, *x.contiguous().stride()[1:]))
+    return rows.copy_(x)
 
 
 # -- guards ----------------------------------------------------------------------------------------------------------

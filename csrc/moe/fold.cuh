@@ -18,10 +18,10 @@ __device__ __forceinline__ int folded_word(int word) {
 // four E4M3 codes times 2^-shift, nearest even; NaN stays NaN
 __device__ __forceinline__ uint32_t shift_codes(uint32_t codes, int shift) {
 #if defined(__CUDA_ARCH__)
-    // 2^-shift as a pair of f16, down to the smallest subnormal; below that every code rounds to zero
-    const uint32_t half = shift <= 14 ? (15u - shift) << 10 : (shift <= 24 ? 0x200u >> (shift - 15) : 0u);
-    const uint32_t factor = half | half << 16;
-    uint32_t out;
+    // 2^-shift as a pair of f16, down to the smallest subnormal; below that it is zero and every code rounds to zero
+    const float power = bits_float((127u - static_cast<uint32_t>(min(shift, 126))) << 23);
+    uint32_t factor, out;
+    asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(factor) : "f"(power));
     asm("{\n.reg .b16 l, h;\n.reg .b32 p, q;\n.reg .b16 x, y;\nmov.b32 {l, h}, %1;\n"
         "cvt.rn.f16x2.e4m3x2 p, l;\ncvt.rn.f16x2.e4m3x2 q, h;\n"
         "mul.rn.f16x2 p, p, %2;\nmul.rn.f16x2 q, q, %2;\n"

@@ -63,10 +63,22 @@ struct FoldRowsParams {
     cudaStream_t stream;
 };
 
+// Tokens that are folded already, each to the rows of the product that it has: what launch_fold_rows makes of unfolded ones.
+struct PlaceRowsParams {
+    int64_t num_tokens;         // T
+    int k, picks;               // K, a multiple of 32; k <= 32 slots of a token
+    const uint8_t* codes;       // [T, K] E4M3
+    const float* code_scale;    // [T]
+    const int32_t* row_of_slot; // [T, k], -1 = skip
+    uint8_t* folded;            // [M, align_up(K, 128)]
+    float* row_scale;           // [M]
+    cudaStream_t stream;
+};
+
 struct GroupedGemmSm90Params {
     int64_t num_rows;           // M
     int num_experts, k, num_out;
-    const uint8_t* folded;      // of launch_fold_rows
+    const uint8_t* folded;      // of launch_fold_rows, launch_place_rows or launch_swiglu_fold
     const float* row_scale;     // [M]
     const uint8_t* weight;      // [E, O, K/2]
     const uint8_t* weight_scale;  // [E, O, K/32]
@@ -90,7 +102,7 @@ struct SwigluQuantParams {
 };
 
 struct SwigluFoldParams {
-    SwigluQuantParams swiglu;   // codes and scale unused, h may be null; F <= 8192
+    SwigluQuantParams swiglu;   // codes and scale unused, h in plain order only, or null; F <= 8192
     bool expert_order;          // columns as launch_fold_rows writes them; else as they are
     uint8_t* folded;            // [M, expert_order ? align_up(F, 128) : F]
     float* row_scale;           // [M]
@@ -105,6 +117,9 @@ struct CombineParams {
     const uint16_t* shared;     // [T, N] bf16 or null
     void* out;                  // [T, N]
     cudaStream_t stream;
+    bool has_parts = false;     // bf16 out only: the sums of other ranks belong to the result
+    int num_parts = 0, own_part = 0;  // P; this rank's sum comes before part own_part
+    const uint16_t* parts = nullptr;  // [P, T, N] bf16
 };
 
 constexpr int kMaxExperts = 1024;      // grouped_gemm, permute: experts of one rank
@@ -119,6 +134,7 @@ void launch_route_sm90(const RouteParams& params);
 void launch_permute(const PermuteParams& params);
 void launch_grouped_gemm(const GroupedGemmParams& params);
 void launch_fold_rows(const FoldRowsParams& params);
+void launch_place_rows(const PlaceRowsParams& params);
 void launch_grouped_gemm_sm90(const GroupedGemmSm90Params& params);
 void launch_swiglu_quant(const SwigluQuantParams& params);
 void launch_swiglu_fold(const SwigluFoldParams& params);

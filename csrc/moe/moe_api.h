@@ -29,6 +29,7 @@ inline void define_moe(Library& m) {
         "moe_folded_gemm_sm90(Tensor folded, Tensor row_scale, Tensor weight, Tensor weight_scale, Tensor offsets, "
         "Tensor(a!) out, Tensor weight_row) -> ()");
 #endif
+    m.def("moe_place_rows(Tensor codes, Tensor code_scale, Tensor row_of_slot, Tensor(a!) folded, Tensor(b!) row_scale) -> ()");
     m.def(
         "moe_swiglu_quant(Tensor gu, Tensor? row_weight, float limit, Tensor? num_rows, Tensor(a!)? codes, "
         "Tensor(b!)? scale, Tensor(c!)? h) -> ()");
@@ -37,6 +38,7 @@ inline void define_moe(Library& m) {
         "Tensor(b!) row_scale) -> ()");
     m.def("moe_swiglu_quant_folded(Tensor gu, float limit, Tensor(a!) h, Tensor(b!) codes, Tensor(c!) row_scale) -> ()");
     m.def("moe_combine(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor(a!) out) -> ()");
+    m.def("moe_combine_parts(Tensor y, Tensor row_of_slot, Tensor parts, int own_part, Tensor? shared, Tensor(a!) out) -> ()");
 }
 
 #ifdef MDI_WITH_CUDA
@@ -215,6 +217,28 @@ inline void folded_gemm_sm90(const Tensor& folded, const Tensor& row_scale, cons
 }
 #endif
 
+inline void place_rows(const Tensor& codes, const Tensor& code_scale, const Tensor& row_of_slot, const Tensor& folded,
+                       const Tensor& row_scale) {
+    const char* op = "moe.place_rows";
+    const DeviceScope scope(codes);
+    MDI_CHECK(op, codes, codes.dim() == 2, "must be [T, K], got ", list_string(codes.sizes()));
+    MDI_CHECK(op, row_of_slot, row_of_slot.dim() == 2, "must be [T, k], got ", list_string(row_of_slot.sizes()));
+    MDI_CHECK(op, row_scale, row_scale.dim() == 1, "must be [M], got ", list_string(row_scale.sizes()));
+    const int64_t t = codes.size(0), k = codes.size(1), picks = row_of_slot.size(1), m = row_scale.size(0);
+    check_operand(op, "codes", codes, scope.device, ScalarType::Float8_e4m3fn, {{"T", t}, {"K", k}});
+    check_operand(op, "code_scale", code_scale, scope.device, ScalarType::Float, {{"T", t}});
+    check_operand(op, "row_of_slot", row_of_slot, scope.device, ScalarType::Int, {{"T", t}, {"k", picks}});
+    check_operand(op, "folded", folded, scope.device, ScalarType::Byte, {{"M", m}, {"K'", (k + 127) / 128 * 128}});
+    check_operand(op, "row_scale", row_scale, scope.device, ScalarType::Float, {{"M", m}});
+    MDI_CHECK(op, codes, k % 32 == 0 && k > 0 && k <= (1 << 20), "must have a multiple of 32 columns up to 2^20, got K=", k);
+    MDI_CHECK(op, row_of_slot, picks <= 32, "must have at most 32 columns, got k=", picks);
+    MDI_CHECK(op, codes, t < (int64_t{1} << 31), "must have fewer than 2^31 rows, got T=", t);
+    MDI_CHECK_ALIGN(op, codes, 4);
+    MDI_CHECK_ALIGN(op, folded, 16);
+    launch_place_rows({t, static_cast<int>(k), static_cast<int>(picks), data<const uint8_t>(codes), data<const float>(code_scale),
+                       data<const int32_t>(row_of_slot), data<uint8_t>(folded), data<float>(row_scale), scope.stream});
+}
+
 inline SwigluQuantParams swiglu_fold_params(const char* op, const Tensor& gu, double limit, const Tensor& row_scale,
                                             const DeviceScope& scope) {
     MDI_CHECK(op, gu, gu.dim() == 2, "must be [M, 2F], got ", list_string(gu.sizes()));
@@ -282,9 +306,8 @@ inline void swiglu_quant(const Tensor& gu, std::optional<Tensor> row_weight, dou
                          data<uint8_t>(scale), data<uint16_t>(h), scope.stream});
 }
 
-inline void combine(const Tensor& y, const Tensor& row_of_slot, std::optional<Tensor> shared, const Tensor& out) {
-    const char* op = "moe.combine";
-    const DeviceScope scope(out);
+inline CombineParams combine_params(const char* op, const Tensor& y, const Tensor& row_of_slot, const std::optional<Tensor>& shared,
+                                    const Tensor& out, const DeviceScope& scope) {
     MDI_CHECK(op, y, y.dim() == 2, "must be [M, N], got ", list_string(y.sizes()));
     MDI_CHECK(op, row_of_slot, row_of_slot.dim() == 2, "must be [T, k], got ", list_string(row_of_slot.sizes()));
     const int64_t m = y.size(0), n = y.size(1), t = row_of_slot.size(0), k = row_of_slot.size(1);
@@ -301,9 +324,32 @@ inline void combine(const Tensor& y, const Tensor& row_of_slot, std::optional<Te
     MDI_CHECK(op, row_of_slot, t < (int64_t{1} << 31), "must have fewer than 2^31 rows, got T=", t);
     MDI_CHECK_ALIGN(op, y, 16);
     MDI_CHECK_ALIGN(op, out, 16);
-    launch_combine({t, static_cast<int>(n), static_cast<int>(k), out.scalar_type() == ScalarType::Float,
-                    data<const uint16_t>(y), data<const int32_t>(row_of_slot), data<const uint16_t>(shared),
-                    out.data_ptr(), scope.stream});
+    return {t, static_cast<int>(n), static_cast<int>(k), out.scalar_type() == ScalarType::Float, data<const uint16_t>(y),
+            data<const int32_t>(row_of_slot), data<const uint16_t>(shared), out.data_ptr(), scope.stream};
+}
+
+inline void combine(const Tensor& y, const Tensor& row_of_slot, std::optional<Tensor> shared, const Tensor& out) {
+    const DeviceScope scope(out);
+    launch_combine(combine_params("moe.combine", y, row_of_slot, shared, out, scope));
+}
+
+inline void combine_parts(const Tensor& y, const Tensor& row_of_slot, const Tensor& parts, int64_t own_part,
+                          std::optional<Tensor> shared, const Tensor& out) {
+    const char* op = "moe.combine_parts";
+    const DeviceScope scope(out);
+    CombineParams p = combine_params(op, y, row_of_slot, shared, out, scope);
+    MDI_CHECK(op, parts, parts.dim() == 3, "must be [P, T, N], got ", list_string(parts.sizes()));
+    const int64_t num_parts = parts.size(0);
+    check_operand(op, "parts", parts, scope.device, ScalarType::BFloat16, {{"P", num_parts}, {"T", p.num_tokens}, {"N", p.hidden}});
+    MDI_CHECK_DTYPE(op, out, ScalarType::BFloat16);
+    MDI_CHECK(op, parts, num_parts < (1 << 20), "must have fewer than 2^20 parts, got P=", num_parts);
+    MDI_CHECK(op, own_part, own_part >= 0 && own_part <= num_parts, "must be 0..P=", num_parts, ", got ", own_part);
+    MDI_CHECK_ALIGN(op, parts, 16);
+    p.has_parts = true;
+    p.num_parts = static_cast<int>(num_parts);
+    p.own_part = static_cast<int>(own_part);
+    p.parts = data<const uint16_t>(parts);
+    launch_combine(p);
 }
 
 inline void implement_moe(Library& m) {
@@ -318,10 +364,12 @@ inline void implement_moe(Library& m) {
     m.impl("moe_grouped_gemm_sm90", TORCH_BOX(&grouped_gemm_sm90));
     m.impl("moe_folded_gemm_sm90", TORCH_BOX(&folded_gemm_sm90));
 #endif
+    m.impl("moe_place_rows", TORCH_BOX(&place_rows));
     m.impl("moe_swiglu_fold", TORCH_BOX(&swiglu_fold));
     m.impl("moe_swiglu_quant_folded", TORCH_BOX(&swiglu_quant_folded));
     m.impl("moe_swiglu_quant", TORCH_BOX(&swiglu_quant));
     m.impl("moe_combine", TORCH_BOX(&combine));
+    m.impl("moe_combine_parts", TORCH_BOX(&combine_parts));
 }
 #endif
 

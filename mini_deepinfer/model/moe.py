@@ -40,6 +40,9 @@ class MoE:
         self.w13, self.w13_scale = tensors[f"{name}.experts.w13"], tensors[f"{name}.experts.w13_scale"]
         self.w2, self.w2_scale = tensors[f"{name}.experts.w2"], tensors[f"{name}.experts.w2_scale"]
         self.experts = expert_range(config.n_routed_experts, parallel.world, parallel.rank)
+        # The ranks must agree on the form in which tokens travel: on a GPU folded, with one scale per row, where all of them want it.
+        on_gpu = profile.activation_quant and self.w13.device.type == "cuda"
+        self._all_fold = on_gpu and parallel.all_agree(self._takes_folded_rows())
 
         def fp8(part: str) -> tuple[torch.Tensor, torch.Tensor]:
             return tensors[f"{name}.shared_experts.{part}.weight"], tensors[f"{name}.shared_experts.{part}.scale"]
@@ -47,10 +50,18 @@ class MoE:
         self.shared_w13 = Fp8Weight.stack([fp8("w1"), fp8("w3")], f"{name}.shared_experts.w1|w3")
         self.shared_w2 = Fp8Weight(*fp8("w2"), f"{name}.shared_experts.w2")
 
+    def _takes_folded_rows(self) -> bool:
+        return moe.takes_folded_rows(self.w13, self.w13_scale, self.profile.compute_dtype)
+
+    @property
+    def folded(self) -> bool:
+        """Whether the input travels with one scale per row (docs/numerics.md); MDI_OPS may choose another product at any time."""
+        return self._all_fold and self._takes_folded_rows()
+
     def __call__(self, act: Activation, step: Step) -> torch.Tensor:
         """The normed input [T, N] to [T, N]."""
         x, counts = act.x, step.counts
-        codes, scale = act.groups()
+        codes, scale = act.folded() if self.folded else act.groups()
         rows_sent = self.parallel.start_all_gather([codes] if scale is None else [codes, scale], counts)  # beside the router
         with stage("moe.route"):
             ids, weights = self.gate(x)
@@ -73,10 +84,9 @@ class MoE:
 
     def _experts(self, codes: torch.Tensor, scale: torch.Tensor | None, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The routed rows (moe.dispatch) through their experts: [T*k, N], rows at or past offsets[-1] unspecified."""
-        _, _, offsets, token_of_row, row_weight = rows
-        weights = (self.w13, self.w13_scale, self.w2, self.w2_scale)
-        limit, dtype = self.config.swiglu_limit, self.profile.compute_dtype
-        return moe.experts(codes, scale, *weights, offsets, token_of_row, row_weight, limit, out_dtype=dtype)
+        row_of_slot, _, offsets, token_of_row, row_weight = rows
+        operands = (codes, scale, self.w13, self.w13_scale, self.w2, self.w2_scale, offsets, token_of_row, row_weight)
+        return moe.experts(*operands, self.config.swiglu_limit, row_of_slot=row_of_slot, out_dtype=self.profile.compute_dtype)
 
     def _shared(self, act: Activation) -> torch.Tensor:
         with stage("moe.shared"):
@@ -95,18 +105,21 @@ class MoE:
         """Bring every token's expert outputs home, beside the shared expert.
 
         On the CPU each routed slot travels by itself: exactly one rank adds a value to it, so the sum over ranks is exact and the
-        result has the bits of a single process. On GPUs each rank sends the sum of its own slots in the compute dtype; these are
-        summed in rank order, so the result is repeatable but depends on the partition (model spec 6.2).
+        result has the bits of a single process. On GPUs each rank sends the sums of its own slots in the compute dtype; these are
+        summed in rank order, so the result is repeatable but depends on the partition (model spec 6.2). The sums of a rank's own tokens
+        are made where they are used, after those that others wait for.
         """
         (tokens, k), counts, dtype = row_of_slot.shape, step.counts, act.x.dtype
         if y.device.type != "cpu":
+            first = sum(counts[: step.rank])
+            before, own, after = row_of_slot.split([first, counts[step.rank], tokens - first - counts[step.rank]])
             with stage("moe.combine"):
-                partial = moe.combine(y, row_of_slot, None, dtype)
+                others = torch.cat((before, after)) if len(before) and len(after) else after if len(after) else before
+                partial = moe.combine(y, others, None, dtype)
             sums_sent = self.parallel.start_scatter(partial, counts)
             shared = self._shared(act)
             with stage("moe.combine"):
-                parts = sums_sent.wait()
-                return moe.combine(parts.flatten(0, 1), step.part_rows(parts.shape[0], parts.device), shared, dtype)
+                return moe.combine_parts(y, own, sums_sent.wait(), step.rank, shared)
         shared = self._shared(act)
         with stage("moe.combine"):
             slots = torch.zeros(tokens * k, y.shape[1], dtype=y.dtype)

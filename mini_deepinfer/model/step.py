@@ -39,7 +39,6 @@ class Step:
     engram_rows: dict[int, RowFetch] = field(default_factory=dict)  # by layer, on their way to the device
     selections: dict[int, Selection] = field(default_factory=dict)  # by index source layer
     candidates: torch.Tensor | None = None  # [T, C] blocks, from the candidate source; None: every entry is a candidate
-    _part_rows: torch.Tensor | None = None
     _visible: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def visible(self, ratio: int) -> torch.Tensor:
@@ -47,13 +46,6 @@ class Step:
         if ratio not in self._visible:
             self._visible[ratio] = torch.div(self.batch.positions + 1, ratio, rounding_mode="floor").to(torch.int32)
         return self._visible[ratio]
-
-    def part_rows(self, parts: int, device: torch.device) -> torch.Tensor:
-        """int32 [T, P]: the rows of this rank's token t in P stacked parts of T rows each, made once a step."""
-        if self._part_rows is None:
-            tokens = self.counts[self.rank]
-            self._part_rows = torch.arange(parts * tokens, dtype=torch.int32, device=device).view(parts, tokens).t().contiguous()
-        return self._part_rows
 
     def cache_rows(self, ids: torch.Tensor, ratio: int) -> torch.Tensor:
         """Physical cache rows of logical entries [T, K]."""

@@ -121,7 +121,7 @@ class Block:
             act = residual.enter(self.hc_attn, self.attn_norm, self.profile, folded=True)
         self._leave("attn", act, self.attn(act, step), residual, step)
         with stage("hc"):
-            act = residual.enter(self.hc_ffn, self.ffn_norm, self.profile, folded=False)
+            act = residual.enter(self.hc_ffn, self.ffn_norm, self.profile, folded=self.ffn.folded)
         self._leave("ffn", act, self.ffn(act, step), residual, step)
 
     def _leave(self, name: str, act: Activation, y: torch.Tensor, residual: Residual, step: Step) -> None:

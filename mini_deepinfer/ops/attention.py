@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from mini_deepinfer.ops._dispatch import call, register_self_test, select
+from mini_deepinfer.ops._operands import check_eps, check_groups, check_rotary, dtype_name
+from mini_deepinfer.ops._operands import check_operand as _check
 from mini_deepinfer.ops.reference import attention as reference
 
 KERNEL_HEAD_DIM = 512  # the only D the compiled sparse attention takes
@@ -15,29 +17,11 @@ MAX_HEADS = 128
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _check(op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: dict[str, int | None], like: Tensor) -> None:
-    """dtype, shape and device of one operand. shape: letter -> wanted size, None = any."""
-    letters = ", ".join(letter if size is None else f"{letter}={size}" for letter, size in shape.items())
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(_name(dtype) for dtype in dtypes)
-        raise TypeError(f"{op}: {name} must be {wanted} [{letters}], got {_name(tensor.dtype)} {list(tensor.shape)}")
-    fits = tensor.dim() == len(shape) and all(size in (None, got) for size, got in zip(shape.values(), tensor.shape, strict=True))
-    if not fits:
-        raise ValueError(f"{op}: {name} must be [{letters}], got {list(tensor.shape)}")
-    if tensor.device != like.device:
-        raise ValueError(f"{op}: {name} must be on {like.device} like the first operand, got {tensor.device}")
-
-
 def _write_rows(op: str, name: str, values: Tensor, rows: Tensor, slots: Tensor, bytes_per_32: int, impl: str | None) -> str | None:
     """Checks shared by the two row writers. Returns the implementation, None when there is nothing to write."""
     _check(op, name, values, _COMPUTE_DTYPES, {"rows": None, "D": None}, values)
     count, dim = values.shape
-    if dim == 0 or dim % 32:
-        raise ValueError(f"{op}: {name} must have D a positive multiple of 32, got D={dim}")
+    check_groups(op, name, dim)
     _check(op, "rows", rows, (torch.uint8,), {"S": None, "row bytes": dim // 32 * bytes_per_32}, values)
     _check(op, "slots", slots, (torch.int32,), {"rows": count}, values)
     return select(op, values, impl=impl) if count else None
@@ -83,14 +67,9 @@ def write_normed_window(
     """
     op = "attention.write_normed_window"
     chosen = _write_rows(op, "x", x, rows, slots, 33, impl)
-    tokens, dim = x.shape
-    _check(op, "weight", weight, _COMPUTE_DTYPES, {"D": dim}, x)
-    _check(op, "positions", positions, (torch.int32,), {"T": tokens}, x)
-    _check(op, "table", table, (torch.float32,), {"P": None, "R/2": None, "2": 2}, x)
-    if 2 * table.shape[1] > dim:
-        raise ValueError(f"{op}: table must have R of at most D={dim}, got R={2 * table.shape[1]}")
-    if not eps >= 0:
-        raise ValueError(f"{op}: eps must be >= 0, got {eps}")
+    _check(op, "weight", weight, _COMPUTE_DTYPES, {"D": x.shape[1]}, x)
+    check_rotary(op, "x", x, positions, table)
+    check_eps(op, "eps", eps)
     if chosen == "reference":
         reference.write_normed_window(x, weight, eps, positions, table, rows, slots)
     elif chosen is not None:
@@ -153,7 +132,7 @@ def compress(
     _check(op, "group_rows", group_rows, (torch.int32,), {"G": None, "r": None}, kv)
     groups, ratio = group_rows.shape
     if out_dtype not in _COMPUTE_DTYPES:
-        raise TypeError(f"{op}: out_dtype must be bfloat16 or float32, got {_name(out_dtype)}")
+        raise TypeError(f"{op}: out_dtype must be bfloat16 or float32, got {dtype_name(out_dtype)}")
     if ratio < 1 or (score is None and ratio != 1):
         raise ValueError(f"{op}: score must be given unless r = 1, got group_rows {list(group_rows.shape)} and no score")
     if (tail_kv is None) != (tail_score is None):
@@ -246,7 +225,7 @@ def sparse(
     return out
 
 
-# -- self-test of the sparse kernels ---------------------------------------------------------------------------------
+# -- self-tests ------------------------------------------------------------------------------------------------------
 
 
 def _self_test_inputs(device: torch.device) -> dict[str, Any]:
@@ -269,3 +248,46 @@ def _self_test_run(inputs: dict[str, Any], impl: str) -> Tensor:
 
 
 register_self_test("attention.sparse", _self_test_inputs, _self_test_run, bound=2.0**-7)
+
+
+def _writer_inputs(device: torch.device) -> dict[str, Tensor]:
+    """Nine rows over many binades; one is not stored. float32 rows and scores for the compressor, one of its groups begins in a tail."""
+    gen = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen)
+
+    angle = normal(9, 32)
+    operands = {"x": (normal(9, 512) * torch.exp2(torch.arange(9.0) - 4)[:, None]).bfloat16(), "weight": normal(512).bfloat16()}
+    operands |= {"positions": torch.arange(9).int(), "table": torch.stack((angle.cos(), angle.sin()), -1)}
+    operands |= {"slots": torch.tensor([11, 0, -1, 3, 9, 1, 2, 5, 7]).int(), "rows": torch.zeros(12, 528, dtype=torch.uint8)}
+    operands |= {"kv": normal(8, 512), "score": normal(8, 512), "tail_kv": normal(2, 512), "tail_score": normal(2, 512)}
+    operands |= {"groups": torch.tensor([[9, 0], [1, 2], [3, 4]]).int()}
+    return {name: operand.to(device) for name, operand in operands.items()}
+
+
+def _run_window(i: dict[str, Tensor], impl: str) -> Tensor:
+    write_window(i["x"], i["rows"], i["slots"], impl=impl)
+    return i["rows"]
+
+
+def _run_normed_window(i: dict[str, Tensor], impl: str) -> Tensor:
+    """As values: where the norm differs in its last bit, a code may be the next one."""
+    write_normed_window(i["x"], i["weight"], 1e-20, i["positions"], i["table"], i["rows"], i["slots"], impl=impl)
+    return reference.unpack_window(i["rows"])
+
+
+def _run_compressed(i: dict[str, Tensor], impl: str) -> Tensor:
+    rows = i["rows"][:, :288].contiguous()
+    write_compressed(i["x"], rows, i["slots"], impl=impl)
+    return rows
+
+
+def _run_compress(i: dict[str, Tensor], impl: str) -> Tensor:
+    return compress(i["kv"], i["score"], i["tail_kv"], i["tail_score"], i["groups"], torch.bfloat16, impl=impl)
+
+
+register_self_test("attention.write_window", _writer_inputs, _run_window, bound=0.0)
+register_self_test("attention.write_normed_window", _writer_inputs, _run_normed_window, bound=2.0**-4)
+register_self_test("attention.write_compressed", _writer_inputs, _run_compressed, bound=0.0)
+register_self_test("attention.compress", _writer_inputs, _run_compress, bound=2.0**-7)

@@ -7,12 +7,13 @@ An index key row is Di/2 bytes of E2M1 codes (even element in the low nibble), t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mini_deepinfer.ops._dispatch import call, select
+from mini_deepinfer.ops._dispatch import call, register_self_test, select
+from mini_deepinfer.ops._operands import COMPUTE_DTYPES, check_groups, check_operand, check_rotary
 from mini_deepinfer.ops.reference import indexer as reference
 
 # for callers that read packed rows
@@ -23,33 +24,11 @@ KERNEL_MAX_HEADS = 64
 FOLDED_MAX_HEADS, FOLDED_HEAD_DIM = 32, 128  # what the sm90 scores fold to int8
 FOLDED_MIN_TOKENS_PER_SEQ = 16  # shorter ones would fold more keys than they score
 FOLDED_MAX_WORKSPACE = 2 << 30
-FLOATS = (torch.bfloat16, torch.float32)
-
-
-def _check(
-    op: str, name: str, tensor: Tensor, shape: Sequence[tuple[str, int]], dtypes: Sequence[torch.dtype], device: torch.device
-) -> None:
-    """dtype, shape ([("T", 4096), ..]; size -1 = any) and device of one tensor; the message shows both sides."""
-    types = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    wanted = f"{types} [{', '.join(f'{n}={size}' if size >= 0 else n for n, size in shape)}]"
-    got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    if tensor.dtype not in dtypes:
-        hint = f" Cast with {name}.int()." if dtypes == (torch.int32,) else ""
-        raise TypeError(f"{op}: {name} must be {wanted}, got {got}.{hint}")
-    if tensor.dim() != len(shape) or any(size not in (-1, have) for (_, size), have in zip(shape, tensor.shape, strict=True)):
-        raise ValueError(f"{op}: {name} must be {wanted}, got {got}")
-    if tensor.device != device:
-        raise ValueError(f"{op}: {name} must be on {device} like the first operand, got {tensor.device}")
 
 
 def _check_positive(op: str, name: str, value: int) -> None:
     if value < 1:
         raise ValueError(f"{op}: {name} must be at least 1, got {value}")
-
-
-def _check_head_dim(op: str, name: str, head_dim: int) -> None:
-    if head_dim % 32:
-        raise ValueError(f"{op}: {name} must have a head dim Di that is a multiple of 32 (one scale each), got Di={head_dim}")
 
 
 def _check_kernel(op: str, impl: str, num_heads: int, head_dim: int) -> None:
@@ -74,11 +53,11 @@ def write_keys(k: Tensor, rows: Tensor, slots: Tensor, *, impl: str | None = Non
     Kernel: csrc/indexer/quantise.cu. Reference: ops.reference.indexer.write_keys.
     """
     op = "indexer.write_keys"
-    _check(op, "k", k, (("G", -1), ("Di", -1)), FLOATS, k.device)
+    check_operand(op, "k", k, COMPUTE_DTYPES, {"G": None, "Di": None})
     groups, head_dim = k.shape
-    _check_head_dim(op, "k", head_dim)
-    _check(op, "rows", rows, (("S", -1), ("Di/2+Di/32", head_dim // 2 + head_dim // 32)), (torch.uint8,), k.device)
-    _check(op, "slots", slots, (("G", groups),), (torch.int32,), k.device)
+    check_groups(op, "k", head_dim)
+    check_operand(op, "rows", rows, (torch.uint8,), {"S": None, "Di/2+Di/32": head_dim // 2 + head_dim // 32}, k)
+    check_operand(op, "slots", slots, (torch.int32,), {"G": groups}, k)
     impl = select(op, k, impl=impl)
     if groups == 0:
         return
@@ -125,10 +104,7 @@ def rope_quant_query(q: Tensor, positions: Tensor, table: Tensor, *, impl: str |
     """
     op = "indexer.rope_quant_query"
     impl = _select_query(op, q, impl)
-    _check(op, "positions", positions, (("T", q.shape[0]),), (torch.int32,), q.device)
-    _check(op, "table", table, (("P", -1), ("R/2", -1), ("2", 2)), (torch.float32,), q.device)
-    if 2 * table.shape[1] > q.shape[2]:
-        raise ValueError(f"{op}: table must have R of at most Di={q.shape[2]}, got R={2 * table.shape[1]}")
+    check_rotary(op, "q", q, positions, table)
     if impl == "reference":
         return reference.rope_quant_query(q, positions, table)
     codes, scale = _new_query(q)
@@ -139,8 +115,8 @@ def rope_quant_query(q: Tensor, positions: Tensor, table: Tensor, *, impl: str |
 
 def _select_query(op: str, q: Tensor, impl: str | None) -> str:
     """The implementation that quantises q, after the checks of q."""
-    _check(op, "q", q, (("T", -1), ("Hi", -1), ("Di", -1)), FLOATS, q.device)
-    _check_head_dim(op, "q", q.shape[2])
+    check_operand(op, "q", q, COMPUTE_DTYPES, {"T": None, "Hi": None, "Di": None})
+    check_groups(op, "q", q.shape[2])
     impl = select(op, q, impl=impl)
     if impl != "reference":
         _check_kernel(op, impl, 1, q.shape[2])
@@ -165,16 +141,15 @@ def _check_score(
     entries_per_page: int,
 ) -> tuple[int, int, int]:
     """Operands shared by logits and candidate_logits -> (T, Hi, Di)."""
-    device = q_codes.device
-    _check(op, "q_codes", q_codes, (("T", -1), ("Hi", -1), ("Di/2", -1)), (torch.uint8,), device)
+    check_operand(op, "q_codes", q_codes, (torch.uint8,), {"T": None, "Hi": None, "Di/2": None})
     tokens, heads, head_dim = q_codes.shape[0], q_codes.shape[1], q_codes.shape[2] * 2
-    _check_head_dim(op, "q_codes", head_dim)
-    _check(op, "q_scale", q_scale, (("T", tokens), ("Hi", heads), ("Di/32", head_dim // 32)), (torch.uint8,), device)
-    _check(op, "weights", weights, (("T", tokens), ("Hi", heads)), FLOATS, device)
-    _check(op, "keys", keys, (("S", -1), ("Di/2+Di/32", head_dim // 2 + head_dim // 32)), (torch.uint8,), device)
-    _check(op, "page_table", page_table, (("B", -1), ("P", -1)), (torch.int32,), device)
-    _check(op, "seq_of_token", seq_of_token, (("T", tokens),), (torch.int32,), device)
-    _check(op, "visible", visible, (("T", tokens),), (torch.int32,), device)
+    check_groups(op, "q_codes", head_dim)
+    check_operand(op, "q_scale", q_scale, (torch.uint8,), {"T": tokens, "Hi": heads, "Di/32": head_dim // 32}, q_codes)
+    check_operand(op, "weights", weights, COMPUTE_DTYPES, {"T": tokens, "Hi": heads}, q_codes)
+    check_operand(op, "keys", keys, (torch.uint8,), {"S": None, "Di/2+Di/32": head_dim // 2 + head_dim // 32}, q_codes)
+    check_operand(op, "page_table", page_table, (torch.int32,), {"B": None, "P": None}, q_codes)
+    check_operand(op, "seq_of_token", seq_of_token, (torch.int32,), {"T": tokens}, q_codes)
+    check_operand(op, "visible", visible, (torch.int32,), {"T": tokens}, q_codes)
     _check_positive(op, "entries_per_page", entries_per_page)
     if keys.shape[0] % entries_per_page:
         raise ValueError(f"{op}: keys must hold whole pages of entries_per_page={entries_per_page} rows, got S={keys.shape[0]}")
@@ -247,7 +222,7 @@ def logits(
     if out is None:  # rows start on 128 bytes: topk reads them with 16-byte loads; the padding is never read
         out = torch.empty((tokens, -(-num_cols // 64) * 64), dtype=weights.dtype, device=weights.device)[:, :num_cols]
     else:
-        _check(op, "out", out, (("T", tokens), ("n", num_cols)), (weights.dtype,), weights.device)
+        check_operand(op, "out", out, (weights.dtype,), {"T": tokens, "n": num_cols}, weights)
     impl = select(op, weights, impl=impl)
     if out.numel() == 0:
         return out
@@ -281,9 +256,9 @@ def candidate_blocks(
     Kernel: csrc/indexer/topk.cu, select_row.cuh. Reference: ops.reference.indexer.candidate_blocks.
     """
     op = "indexer.candidate_blocks"
-    _check(op, "logits", logits, (("T", -1), ("n", -1)), FLOATS, logits.device)
+    check_operand(op, "logits", logits, COMPUTE_DTYPES, {"T": None, "n": None})
     tokens, columns = logits.shape
-    _check(op, "visible", visible, (("T", tokens),), (torch.int32,), logits.device)
+    check_operand(op, "visible", visible, (torch.int32,), {"T": tokens}, logits)
     _check_positive(op, "block_size", block_size)
     _check_positive(op, "num_blocks", num_blocks)
     impl = select(op, logits, impl=impl, compute_dtype=torch.bfloat16)
@@ -328,7 +303,7 @@ def candidate_logits(
     tokens, heads, head_dim = _check_score(
         op, q_codes, q_scale, weights, keys, page_table, seq_of_token, visible, entries_per_page
     )
-    _check(op, "candidates", candidates, (("T", tokens), ("C", -1)), (torch.int32,), q_codes.device)
+    check_operand(op, "candidates", candidates, (torch.int32,), {"T": tokens, "C": None}, q_codes)
     _check_positive(op, "block_size", block_size)
     impl = select(op, weights, impl=impl)
     out = torch.empty((tokens, candidates.shape[1] * block_size), dtype=weights.dtype, device=weights.device)
@@ -376,13 +351,13 @@ def topk(
     Kernel: csrc/indexer/topk.cu, select_row.cuh. Reference: ops.reference.indexer.topk.
     """
     op = "indexer.topk"
-    _check(op, "logits", logits, (("T", -1), ("n", -1)), FLOATS, logits.device)
+    check_operand(op, "logits", logits, COMPUTE_DTYPES, {"T": None, "n": None})
     tokens, columns = logits.shape
     if visible is not None:
-        _check(op, "visible", visible, (("T", tokens),), (torch.int32,), logits.device)
+        check_operand(op, "visible", visible, (torch.int32,), {"T": tokens}, logits)
     _check_positive(op, "k", k)
     if candidates is not None:
-        _check(op, "candidates", candidates, (("T", tokens), ("C", -1)), (torch.int32,), logits.device)
+        check_operand(op, "candidates", candidates, (torch.int32,), {"T": tokens, "C": None}, logits)
         _check_positive(op, "block_size", block_size)
         if candidates.shape[1] * block_size != columns:
             raise ValueError(
@@ -417,9 +392,9 @@ def topk_blocks(
     Kernel: csrc/indexer/topk.cu (one reading: bfloat16 rows on 16 bytes, blocks of 8). Reference: ops.reference.indexer.topk_blocks.
     """
     op = "indexer.topk_blocks"
-    _check(op, "logits", logits, (("T", -1), ("n", -1)), FLOATS, logits.device)
+    check_operand(op, "logits", logits, COMPUTE_DTYPES, {"T": None, "n": None})
     tokens, columns = logits.shape
-    _check(op, "visible", visible, (("T", tokens),), (torch.int32,), logits.device)
+    check_operand(op, "visible", visible, (torch.int32,), {"T": tokens}, logits)
     for name, value in (("k", k), ("block_size", block_size), ("num_blocks", num_blocks)):
         _check_positive(op, name, value)
     impl = select(op, logits, impl=impl, compute_dtype=torch.bfloat16)
@@ -453,9 +428,9 @@ def cache_rows(
     Kernel: csrc/indexer/quantise.cu. Reference: ops.reference.indexer.cache_rows.
     """
     op = "indexer.cache_rows"
-    _check(op, "ids", ids, (("T", -1), ("K", -1)), (torch.int32,), ids.device)
-    _check(op, "page_table", page_table, (("B", -1), ("P", -1)), (torch.int32,), ids.device)
-    _check(op, "seq_of_token", seq_of_token, (("T", ids.shape[0]),), (torch.int32,), ids.device)
+    check_operand(op, "ids", ids, (torch.int32,), {"T": None, "K": None})
+    check_operand(op, "page_table", page_table, (torch.int32,), {"B": None, "P": None}, ids)
+    check_operand(op, "seq_of_token", seq_of_token, (torch.int32,), {"T": ids.shape[0]}, ids)
     _check_positive(op, "entries_per_page", entries_per_page)
     impl = select(op, ids, impl=impl)
     if ids.numel() == 0:
@@ -465,3 +440,51 @@ def cache_rows(
     rows = torch.empty_like(ids)
     call(op, impl, ids, page_table, seq_of_token, entries_per_page, rows)
     return rows
+
+
+# -- self-tests ------------------------------------------------------------------------------------------------------
+
+
+def _self_test_inputs(device: torch.device) -> dict[str, Tensor]:
+    """Two sequences of 300 and 40 entries; forty tokens, enough for the kernels that fold, one of which sees nothing."""
+    gen = torch.Generator().manual_seed(0)
+    tokens, heads, dim = 40, 32, 128
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen).bfloat16()
+
+    q, k, angle = normal(tokens, heads, dim), normal(640, dim), torch.randn(tokens, 32, generator=gen)
+    codes, scale = reference.quant_query(q)
+    seq = torch.arange(tokens) // 32
+    operands = {"q": q, "k": k, "codes": codes, "scale": scale, "weights": normal(tokens, heads) * 2.0**-6, "keys": pack_keys(k)}
+    operands |= {"positions": torch.arange(tokens).int(), "table": torch.stack((angle.cos(), angle.sin()), -1)}
+    operands |= {"slots": torch.randperm(640, generator=gen).int() - 1, "rows": torch.zeros(640, dim // 2 + dim // 32, dtype=torch.uint8)}
+    operands |= {"pages": torch.tensor([[3, 0, 8, 1, 9], [2, 7, 4, 5, 6]]).int(), "seq": seq.int()}
+    operands |= {"visible": torch.where(seq == 0, 261 + torch.arange(tokens), torch.arange(tokens) - 32).int()}
+    operands |= {"candidates": torch.arange(2, 30).int().repeat(tokens, 1), "scores": normal(tokens, 320)}
+    operands |= {"ids": torch.randint(-1, 300, (tokens, 20), generator=gen).int()}
+    return {name: operand.to(device) for name, operand in operands.items()}
+
+
+def _operands(i: dict[str, Tensor]) -> dict[str, Any]:
+    names = {"q_codes": "codes", "q_scale": "scale", "weights": "weights", "keys": "keys", "page_table": "pages", "seq_of_token": "seq"}
+    return {name: i[key] for name, key in names.items()} | {"visible": i["visible"], "entries_per_page": 64}
+
+
+def _run_write_keys(i: dict[str, Tensor], impl: str) -> Tensor:
+    write_keys(i["k"], i["rows"], i["slots"], impl=impl)
+    return i["rows"]
+
+
+for _name, _run, _bound in (
+    ("write_keys", _run_write_keys, 0.0),
+    ("quant_query", lambda i, impl: quant_query(i["q"], impl=impl), 0.0),
+    ("rope_quant_query", lambda i, impl: rope_quant_query(i["q"], i["positions"], i["table"], impl=impl), 0.0),
+    ("logits", lambda i, impl: logits(**_operands(i), num_cols=310, impl=impl), 2.0**-7),  # a library sums the heads in another order
+    ("candidate_blocks", lambda i, impl: candidate_blocks(i["scores"], i["visible"], 8, 7, impl=impl), 0.0),
+    ("candidate_logits", lambda i, impl: candidate_logits(**_operands(i), candidates=i["candidates"], block_size=8, impl=impl), 2.0**-7),
+    ("topk", lambda i, impl: topk(i["scores"], i["visible"], 16, impl=impl), 0.0),
+    ("topk_blocks", lambda i, impl: topk_blocks(i["scores"], i["visible"], 16, 8, 7, impl=impl), 0.0),
+    ("cache_rows", lambda i, impl: cache_rows(i["ids"], i["pages"], i["seq"], 64, impl=impl), 0.0),
+):
+    register_self_test(f"indexer.{_name}", _self_test_inputs, _run, _bound)

@@ -191,15 +191,14 @@ def _by_rows(product: Callable[..., torch.Tensor], batch_invariant: bool, *opera
     """product(*operands) over their rows: one call, or calls of exactly INVARIANT_ROWS rows."""
     if not batch_invariant:
         return product(*operands)
-    num_rows = operands[0].shape[0]
     parts = []
-    for start in range(0, num_rows, INVARIANT_ROWS):
+    for start in range(0, operands[0].shape[0], INVARIANT_ROWS):
         block = [operand[start : start + INVARIANT_ROWS] for operand in operands]
-        missing = INVARIANT_ROWS - block[0].shape[0]
-        if missing:
-            block = [torch.cat((part, part[:1].expand(missing, *part.shape[1:]))) for part in block]
-        parts.append(product(*block))
-    return torch.cat(parts)[:num_rows]
+        rows = block[0].shape[0]
+        if rows < INVARIANT_ROWS:
+            block = [torch.cat((part, part[:1].expand(INVARIANT_ROWS - rows, *part.shape[1:]))) for part in block]
+        parts.append(product(*block)[:rows])
+    return torch.cat(parts)  # a copy without the padding, which would stay alive behind a view
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, profile: NumericProfile) -> torch.Tensor:

@@ -357,6 +357,47 @@ def _check_swiglu(op: str, gu: Tensor, row_weight: Tensor | None, limit: float, 
     return m, f
 
 
+def takes_folded_rows(weight: Tensor, weight_scale: Tensor, compute_dtype: torch.dtype) -> bool:
+    """Whether the first product of `experts` wants its tokens folded: codes with one scale per row (docs/numerics.md).
+
+    weight [E, O, K/2] uint8 and weight_scale [E, O, K/32] uint8 as in grouped_gemm. For the load: reads the scales (weight_row_scale,
+    kept with the scale tensor) and synchronises.
+    """
+    return select("moe.grouped_gemm", weight, compute_dtype=compute_dtype) == "sm90" and _cached_row_scale(weight_scale, weight)[1]
+
+
+def _empty_folded(m: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows for a product over folded operands, uninitialised: codes [M, K rounded up to 128] uint8, scales [M] float32."""
+    return torch.empty(m, -(-k // 128) * 128, dtype=torch.uint8, device=device), torch.empty(m, dtype=torch.float32, device=device)
+
+
+def _folded_gemm(
+    folded: Tensor, row_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """grouped_gemm of rows that are folded and in the order of the product."""
+    out = torch.empty(folded.shape[0], weight.shape[1], dtype=out_dtype, device=folded.device)
+    call("moe.folded_gemm", "sm90", folded, row_scale, weight, weight_scale, offsets, out, _cached_row_scale(weight_scale, weight)[0])
+    return out
+
+
+def _placed_gemm(
+    codes: Tensor, code_scale: Tensor, row_of_slot: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """grouped_gemm of folded tokens [T, K] with one scale each [T], rows where row_of_slot [T, k] says: [T * k, O]."""
+    op = "moe.experts"
+    (t, k), picks = codes.shape, row_of_slot.shape[1]
+    _check(op, "codes", codes, (torch.float8_e4m3fn,), codes.device, T=t, N=k)
+    _check(op, "scale", code_scale, (torch.float32,), codes.device, T=t)
+    _check(op, "row_of_slot", row_of_slot, (torch.int32,), codes.device, T=t, k=picks)
+    if not takes_folded_rows(weight, weight_scale, out_dtype):
+        raise RuntimeError(f"{op}: rows with one scale each are for the sm90 product (takes_folded_rows); pass E8M0 scales [T, N/32]")
+    if not (t and picks and weight.shape[0]):
+        return torch.empty(t * picks, weight.shape[1], dtype=out_dtype, device=codes.device)
+    folded, row_scale = _empty_folded(t * picks, k, codes.device)
+    call("moe.place_rows", "portable", codes, code_scale, row_of_slot, folded, row_scale)
+    return _folded_gemm(folded, row_scale, weight, weight_scale, offsets, out_dtype)
+
+
 def experts(
     codes: Tensor,
     scale: Tensor | None,
@@ -369,33 +410,39 @@ def experts(
     row_weight: Tensor,
     limit: float,
     *,
+    row_of_slot: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     impl: str | None = None,
 ) -> Tensor:
     """The routed rows through their experts: grouped_gemm, swiglu_quant, grouped_gemm (model spec 6.2).
 
     Shapes: T tokens, M rows, E experts, N hidden, F expert hidden; operands as in the three ops.
-        codes, scale  [T, N], [T, N/32]  quantised tokens; scale None: unquantised, and nothing is quantised between
+        codes, scale  [T, N], [T, N/32]  quantised tokens; scale None: unquantised, and nothing is quantised between;
+                      scale [T] float32: tokens that are folded already (elementwise.act_quant_folded), where takes_folded_rows says so
         w13           [E, 2F, N/2] with its scale, gate rows then up rows;  w2 [E, N, F/2] with its scale
         token_of_row  [M] int32, row_weight [M] float32 (dispatch)
+        row_of_slot   [T, k] int32 (dispatch), M = T * k; needed for folded tokens only
     Returns:
         y             [M, N] out_dtype; rows at or past offsets[-1] are not written
     The sm90 products share their work: SwiGLU writes the folded rows that the second one reads, with the bits of the
-    three ops one after the other. `impl` is the products'. Raises, kernels, references: those of the three ops.
+    three ops one after the other. Folding is a function of the row, so folded tokens give the bits of the others.
+    `impl` is the products'. Raises, kernels, references: those of the three ops; csrc/moe/place_rows.cu.
     """
-    gate_up = grouped_gemm(codes, scale, w13, w13_scale, offsets, token_of_row, out_dtype=out_dtype, impl=impl)
+    if scale is not None and scale.dtype == torch.float32:
+        if row_of_slot is None or impl not in (None, "sm90"):
+            raise ValueError(f"moe.experts: folded tokens need row_of_slot and the sm90 product, got {row_of_slot} and impl={impl!r}")
+        gate_up = _placed_gemm(codes, scale, row_of_slot, w13, w13_scale, offsets, out_dtype)
+    else:
+        gate_up = grouped_gemm(codes, scale, w13, w13_scale, offsets, token_of_row, out_dtype=out_dtype, impl=impl)
     m, f = gate_up.shape[0], gate_up.shape[1] // 2
     bound = offsets[-1:]
     if m and scale is not None and f <= _MAX_FOLD_HIDDEN:
         chosen = select("moe.grouped_gemm", codes, impl=impl, compute_dtype=out_dtype)
-        row_byte, exact = _cached_row_scale(w2_scale, w2) if chosen == "sm90" else (None, False)
+        exact = chosen == "sm90" and _cached_row_scale(w2_scale, w2)[1]
         if exact and select("moe.swiglu_quant", gate_up) == "portable":
-            folded = torch.empty(m, -(-f // 128) * 128, dtype=torch.uint8, device=codes.device)
-            row_scale = torch.empty(m, dtype=torch.float32, device=codes.device)
+            folded, row_scale = _empty_folded(m, f, codes.device)
             call("moe.swiglu_fold", "portable", gate_up, row_weight, float(limit), bound, folded, row_scale)
-            y = torch.empty(m, w2.shape[1], dtype=out_dtype, device=codes.device)
-            call("moe.folded_gemm", "sm90", folded, row_scale, w2, w2_scale, offsets, y, row_byte)
-            return y
+            return _folded_gemm(folded, row_scale, w2, w2_scale, offsets, out_dtype)
     if scale is None:
         h, h_scale = swiglu(gate_up, row_weight, limit, bound), None
     else:
@@ -419,13 +466,7 @@ def combine(y: Tensor, row_of_slot: Tensor, shared: Tensor | None, out_dtype: to
     Kernel: csrc/moe/combine.cu. Reference: ops.reference.moe.combine.
     """
     op = "moe.combine"
-    _check_dims(op, "y", y, 2, "M, N")
-    _check_dims(op, "row_of_slot", row_of_slot, 2, "T, k")
-    n, (t, k) = y.shape[1], row_of_slot.shape
-    _check(op, "y", y, _COMPUTE, y.device, M=y.shape[0], N=n)
-    _check(op, "row_of_slot", row_of_slot, (torch.int32,), y.device, T=t, k=k)
-    if shared is not None:
-        _check(op, "shared", shared, (y.dtype,), y.device, T=t, N=n)
+    t, n = _check_combine(op, y, row_of_slot, shared)
     if out_dtype not in _COMPUTE:
         raise TypeError(f"{op}: out_dtype must be bfloat16 or float32, got {out_dtype}")
     impl = select(op, y, impl=impl)
@@ -435,6 +476,46 @@ def combine(y: Tensor, row_of_slot: Tensor, shared: Tensor | None, out_dtype: to
     if t and n:
         call(op, impl, y, row_of_slot, shared, out)
     return out
+
+
+def combine_parts(
+    y: Tensor, row_of_slot: Tensor, parts: Tensor, rank: int, shared: Tensor | None, *, impl: str | None = None
+) -> Tensor:
+    """`combine` of this rank's tokens with what the other ranks have for them: all ranks' sums in rank order, then the shared expert.
+
+    Shapes: P other ranks; the rest as in combine.
+        parts  [P, T, N]  dtype of y: the other ranks' sums in rank order
+        rank   int        0..P, this rank's place among them
+    Returns:
+        [T, N] of y's dtype, float32 sums and one rounding; this rank's sum is rounded to y's dtype first, as the others' were
+    Raises, determinism: as combine.
+    Kernel: csrc/moe/combine.cu. Reference: ops.reference.moe.combine_parts.
+    """
+    op = "moe.combine_parts"
+    t, n = _check_combine(op, y, row_of_slot, shared)
+    _check_dims(op, "parts", parts, 3, "P, T, N")
+    _check(op, "parts", parts, (y.dtype,), y.device, P=parts.shape[0], T=t, N=n)
+    if not 0 <= rank <= parts.shape[0]:
+        raise ValueError(f"{op}: rank must be in 0..P={parts.shape[0]}, got {rank}")
+    impl = select("moe.combine", y, impl=impl)
+    if impl == "reference":
+        return reference.combine_parts(y, row_of_slot, parts, rank, shared)
+    out = torch.empty(t, n, dtype=y.dtype, device=y.device)
+    if t and n:
+        call(op, impl, y, row_of_slot, parts, rank, shared, out)
+    return out
+
+
+def _check_combine(op: str, y: Tensor, row_of_slot: Tensor, shared: Tensor | None) -> tuple[int, int]:
+    """Checks the operands that the combining ops have in common; returns T and N."""
+    _check_dims(op, "y", y, 2, "M, N")
+    _check_dims(op, "row_of_slot", row_of_slot, 2, "T, k")
+    n, (t, k) = y.shape[1], row_of_slot.shape
+    _check(op, "y", y, _COMPUTE, y.device, M=y.shape[0], N=n)
+    _check(op, "row_of_slot", row_of_slot, (torch.int32,), y.device, T=t, k=k)
+    if shared is not None:
+        _check(op, "shared", shared, (y.dtype,), y.device, T=t, N=n)
+    return t, n
 
 
 # -- self-tests --------------------------------------------------------------------------------------------------------

@@ -41,21 +41,21 @@ def no_reference(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 
 WRONG_SPARSE = {
     "q dtype": ({"q": torch.zeros(3, 4, D, dtype=torch.float16)}, TypeError, r"q must be bfloat16 or float32 .* got float16"),
-    "q rank": ({"q": torch.zeros(3, D)}, ValueError, r"q must be \[T, H, D\], got \[3, 64\]"),
+    "q rank": ({"q": torch.zeros(3, D)}, ValueError, r"q must be .*\[T, H, D\], got .*\[3, 64\]"),
     "D": ({"q": torch.zeros(3, 4, 48)}, ValueError, r"D a positive multiple of 32, got D=48"),
-    "window width": ({"window": torch.zeros(8, 64, dtype=torch.uint8)}, ValueError, r"window must be \[Sw, row bytes=66\], got \[8, 64\]"),
+    "window width": ({"window": torch.zeros(8, 64, dtype=torch.uint8)}, ValueError, r"window must be uint8 \[Sw, row bytes=66\], got"),
     "window dtype": ({"window": torch.zeros(8, 66)}, TypeError, r"window must be uint8"),
     "lanes dtype": ({"window_idx": torch.zeros(3, 5, dtype=torch.int64)}, TypeError, r"window_idx must be int32 \[T=3, W\], got int64"),
-    "lanes rows": ({"window_idx": torch.zeros(2, 5, dtype=torch.int32)}, ValueError, r"window_idx must be \[T=3, W\], got \[2, 5\]"),
+    "lanes rows": ({"window_idx": torch.zeros(2, 5, dtype=torch.int32)}, ValueError, r"window_idx must be .*\[T=3, W\], got .*\[2, 5\]"),
     "no pool": ({"compressed": None}, ValueError, r"compressed and compressed_idx must be given together"),
     "no lanes": ({"compressed_idx": None}, ValueError, r"compressed and compressed_idx must be given together"),
     "length alone": ({"compressed": None, "compressed_idx": None}, ValueError, r"compressed_len needs compressed"),
-    "compressed width": ({"compressed": torch.zeros(9, 40, dtype=torch.uint8)}, ValueError, r"compressed must be \[Sc, row bytes=36\]"),
-    "length shape": ({"compressed_len": torch.zeros(4, dtype=torch.int32)}, ValueError, r"compressed_len must be \[T=3\], got \[4\]"),
+    "compressed width": ({"compressed": torch.zeros(9, 40, dtype=torch.uint8)}, ValueError, r"compressed must be .*\[Sc, row bytes=36\]"),
+    "length shape": ({"compressed_len": torch.zeros(4, dtype=torch.int32)}, ValueError, r"compressed_len must be .*\[T=3\], got .*\[4\]"),
     "sink dtype": ({"sink": torch.zeros(4, dtype=torch.bfloat16)}, TypeError, r"sink must be float32 \[H=4\]"),
-    "sink shape": ({"sink": torch.zeros(5)}, ValueError, r"sink must be \[H=4\], got \[5\]"),
+    "sink shape": ({"sink": torch.zeros(5)}, ValueError, r"sink must be .*\[H=4\], got .*\[5\]"),
     "out dtype": ({"out": torch.zeros(3, 4, D, dtype=torch.bfloat16)}, TypeError, r"out must be float32"),
-    "out shape": ({"out": torch.zeros(3, 5, D)}, ValueError, r"out must be \[T=3, H=4, D=64\], got \[3, 5, 64\]"),
+    "out shape": ({"out": torch.zeros(3, 5, D)}, ValueError, r"out must be .*\[T=3, H=4, D=64\], got .*\[3, 5, 64\]"),
     "device": ({"sink": torch.zeros(4, device="meta")}, ValueError, r"sink must be on cpu like the first operand, got meta"),
 }
 
@@ -94,11 +94,11 @@ def test_write_rows_refuse(name: str, width: int) -> None:
     values, rows, slots = torch.zeros(5, D), torch.zeros(7, width, dtype=torch.uint8), torch.zeros(5, dtype=torch.int32)
     for args, error, message in (
         ((values.half(), rows, slots), TypeError, r"must be bfloat16 or float32"),
-        ((values[:, :40], rows, slots), ValueError, r"D a positive multiple of 32, got D=40"),
-        ((values, rows[:, 1:], slots), ValueError, rf"rows must be \[S, row bytes={width}\], got \[7, {width - 1}\]"),
+        ((values[:, :40], rows, slots), ValueError, r"a positive multiple of 32 columns .* got 40"),
+        ((values, rows[:, 1:], slots), ValueError, rf"rows must be .*\[S, row bytes={width}\], got .*\[7, {width - 1}\]"),
         ((values, rows.int(), slots), TypeError, r"rows must be uint8"),
         ((values, rows, slots.long()), TypeError, r"slots must be int32"),
-        ((values, rows, slots[:4]), ValueError, r"slots must be \[rows=5\], got \[4\]"),
+        ((values, rows, slots[:4]), ValueError, r"slots must be .*\[rows=5\], got .*\[4\]"),
     ):
         with pytest.raises(error, match=rf"attention.write_{name}: .*" + message):
             write(*args)
@@ -120,13 +120,13 @@ def normed_window_inputs() -> dict[str, Any]:
     ("change", "error", "message"),
     [
         ({"x": torch.zeros(5, D).half()}, TypeError, r"x must be bfloat16 or float32"),
-        ({"weight": torch.ones(D + 1)}, ValueError, r"weight must be \[D=64\], got \[65\]"),
+        ({"weight": torch.ones(D + 1)}, ValueError, r"weight must be .*\[D=64\], got .*\[65\]"),
         ({"eps": -1.0}, ValueError, r"eps must be >= 0, got -1.0"),
         ({"positions": torch.zeros(5)}, TypeError, r"positions must be int32"),
-        ({"positions": torch.zeros(4, dtype=torch.int32)}, ValueError, r"positions must be \[T=5\], got \[4\]"),
-        ({"table": torch.ones(9, 8, 3)}, ValueError, r"table must be \[P, R/2, 2=2\], got \[9, 8, 3\]"),
-        ({"table": torch.ones(9, 40, 2)}, ValueError, r"table must have R of at most D=64, got R=80"),
-        ({"rows": torch.zeros(7, 64, dtype=torch.uint8)}, ValueError, r"rows must be \[S, row bytes=66\], got \[7, 64\]"),
+        ({"positions": torch.zeros(4, dtype=torch.int32)}, ValueError, r"positions must be .*\[T=5\], got .*\[4\]"),
+        ({"table": torch.ones(9, 8, 3)}, ValueError, r"table must be .*\[P, R/2, 2\], got .*\[9, 8, 3\]"),
+        ({"table": torch.ones(9, 40, 2)}, ValueError, r"at least R=80 \(table\), got 64"),
+        ({"rows": torch.zeros(7, 64, dtype=torch.uint8)}, ValueError, r"rows must be .*\[S, row bytes=66\], got .*\[7, 64\]"),
         ({"slots": torch.arange(5)}, TypeError, r"slots must be int32"),
     ],
 )
@@ -161,9 +161,9 @@ def test_compress_refuse() -> None:
     for args, error, message in (
         ((kv.bfloat16(), kv, None, None, rows, torch.float32), TypeError, r"kv must be float32"),
         ((kv, None, None, None, rows, torch.float32), ValueError, r"score must be given unless r = 1"),
-        ((kv, kv[:5], None, None, rows, torch.float32), ValueError, r"score must be \[T=6, D=64\], got \[5, 64\]"),
+        ((kv, kv[:5], None, None, rows, torch.float32), ValueError, r"score must be .*\[T=6, D=64\], got .*\[5, 64\]"),
         ((kv, kv, kv, None, rows, torch.float32), ValueError, r"tail_kv and tail_score must be given together"),
-        ((kv, kv, kv[:1], kv[:2], rows, torch.float32), ValueError, r"tail_score must be \[tail=1, D=64\], got \[2, 64\]"),
+        ((kv, kv, kv[:1], kv[:2], rows, torch.float32), ValueError, r"tail_score must be .*\[tail=1, D=64\], got .*\[2, 64\]"),
         ((kv, kv, None, None, rows.long(), torch.float32), TypeError, r"group_rows must be int32"),
         ((kv, kv, None, None, rows, torch.float16), TypeError, r"out_dtype must be bfloat16 or float32"),
     ):

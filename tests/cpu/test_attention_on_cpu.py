@@ -13,6 +13,7 @@ from mini_deepinfer.ops.reference.elementwise import rope
 from tests.cpu.test_elementwise_on_cpu import SOURCES as ELEMENTWISE_SOURCES
 from tests.gpu.test_attention import DIM, GARBAGE, SCALE, assert_close, awkward_values, normed_inputs
 from tests.host.build import library, pointer
+from tests.inputs import far_apart, untouched
 
 
 def sparse(q: Tensor, window: Tensor, window_idx: Tensor, compressed: Tensor, idx: Tensor, length: Tensor, sink: Tensor) -> Tensor:
@@ -77,6 +78,25 @@ def test_write_normed_window(dim: int, rope_dim: int) -> None:
         pointer(positions), pointer(table), pointer(rows), pointer(slots),
     )  # fmt: skip
     assert torch.equal(rows, wanted)
+
+
+def test_rows_past_2_31_bytes() -> None:
+    """Slots at the end of a pool of more than 2^31 bytes, for all writers; the projection's rows more than 2^31 elements apart."""
+    x, weight, positions, table, _ = (part[-3:].contiguous() if len(part) == 20 else part for part in normed_inputs(20, 64, 16))
+    kernels = library("attention_write_rows", ["csrc/attention/write_rows.cu"])
+    for kind, pack, width in ((1, reference.pack_window, 66), (0, reference.pack_compressed, 36)):
+        slots = torch.tensor([2**31 // width + 7, -1, 2**31 // width - 1], dtype=torch.int32)
+        rows = untouched((2**31 // width + 8) * width).view(-1, width)
+        kernels.write_rows(kind, 3, 64, pointer(x), pointer(rows), pointer(slots))
+        assert torch.equal(rows[slots[::2].long()], pack(x)[::2])
+    near, slots[1] = torch.empty(3, 66, dtype=torch.uint8), slots[0] - 1
+    rows = untouched((int(slots[0]) + 1) * 66).view(-1, 66)
+    for out, at, source in ((near, torch.arange(3, dtype=torch.int32), x), (rows, slots, far_apart(x, 2**30))):
+        kernels.write_normed_window(
+            3, 64, 16, ctypes.c_void_p(source.data_ptr()), ctypes.c_int64(source.stride(0)), pointer(weight), ctypes.c_float(1e-6),
+            pointer(positions), pointer(table), pointer(out), pointer(at),
+        )  # fmt: skip
+    assert torch.equal(rows[slots.long()], near)
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 3])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import bench_decode, bench_ops, bench_prefill, plot
+from bench import bench_decode, bench_ops, bench_prefill, plot, prefill_job
 from bench.result import append_row, base_row, read_rows
 from bench.shapes import EP_RANKS, LOCAL_EXPERTS, LOCAL_ROWS, Case, strata_rows, uneven_offsets
 from bench.timing import summarise, time_paired
@@ -223,14 +223,14 @@ def test_bench_prefill_suite(folder, tmp_path, capsys, monkeypatch):
 
 def test_bench_prefill_goes_on_after_a_failure(folder, tmp_path, monkeypatch, capsys):
     path = tmp_path / "rows.jsonl"
-    fill = bench_prefill.fill_randomly
+    fill = prefill_job.fill_randomly
 
     def fail_once(caches, seed):
         if caches.geometry.num_slots == 2:
             raise RuntimeError("out of memory")
         fill(caches, seed=seed)
 
-    monkeypatch.setattr(bench_prefill, "fill_randomly", fail_once)
+    monkeypatch.setattr(prefill_job, "fill_randomly", fail_once)
     arguments = ["--model", str(folder), "--load-format", "dummy", "--result_jsonl", str(path), *SMALL]
     assert bench_prefill.main([*arguments, "--workload", "2x8@0", "--workload", "8@0"]) == 1
     assert [row["params"]["workload"]["name"] for row in read_rows(path)] == ["8@0"]
@@ -246,7 +246,7 @@ def test_bench_prefill_goes_on_after_a_failure(folder, tmp_path, monkeypatch, ca
         (["--workload", "48@0"], "48 new tokens exceed --prefill_batch_size 24"),
         (["--workload", "nothing"], "must be a JSON file"),
         (["--load-format", "dummy", "--num-experts", "0"], "--num-experts must be >= 1, got 0"),
-        (["--ep-loopback", "0"], "--num-steps and --ep-loopback must be >= 1"),
+        (["--ep-loopback", "0"], "--ep-loopback must be >= 1, got 0"),
     ],
 )
 def test_bench_prefill_refuses_options(wrong, message, folder, capsys):

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from mini_deepinfer import engine
+from mini_deepinfer import engine, engine_parts
 from mini_deepinfer.ops import _dispatch, _extension
 from tests.golden import TINY_A
 
@@ -250,7 +250,7 @@ def test_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Pretended GPU")
     monkeypatch.setattr(engine, "local_device", lambda wanted: torch.device(wanted, 0))
-    monkeypatch.setattr(engine, "_load", lambda *args: pytest.fail("weights were read"))
+    monkeypatch.setattr(engine_parts, "read_weights", lambda *args: pytest.fail("weights were read"))
     with pytest.raises(RuntimeError, match=r"Pretended GPU has compute capability 7.5"):
         engine.LLM(TINY_A, device="cuda", page_size=16)
     gpu = torch.device("cuda", 0)

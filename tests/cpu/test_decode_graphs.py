@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from mini_deepinfer import cli, decode_graphs
+from mini_deepinfer import cli
 from mini_deepinfer.batch import ChunkRequest, FixedBatch, build_batch, decode_arrays, engram_rows
 from mini_deepinfer.config import EngineConfig, NumericProfile
-from mini_deepinfer.decode_graphs import DecodeGraphs, lengths_up_to, sizes_up_to
-from mini_deepinfer.parallel import Loopback, SingleProcess
+from mini_deepinfer.decode_graphs import DecodeGraphs
+from mini_deepinfer.decode_shapes import lengths_up_to, sizes_up_to, why_not
 from mini_deepinfer.stages import StageTimer
 from tests.cpu.tiny_engine import make_llm, prompt, run
 
@@ -222,27 +222,22 @@ def test_the_largest_counts_of_a_shape():
 
 
 @pytest.mark.parametrize(
-    "device, profile, parallel, env, reason",
+    "device, profile, processes, env, reason",
     [
-        ("cpu", {}, SingleProcess(), {}, "they need a GPU"),
-        ("cuda", {"compute_dtype": torch.float32}, SingleProcess(), {}, "reference operations"),
-        ("cuda", {"activation_quant": False}, SingleProcess(), {}, "reference operations"),
-        ("cuda", {}, None, {}, "4 expert-parallel ranks"),
-        ("cuda", {}, SingleProcess(), {"MDI_OPS": "indexer.topk=reference"}, "MDI_OPS asks for reference"),
-        ("cuda", {}, SingleProcess(), {"MDI_OPS": "reference"}, "MDI_OPS asks for reference"),
-        ("cuda", {}, SingleProcess(), {"MDI_SYNC": "1"}, "MDI_SYNC=1"),
-        ("cuda", {}, SingleProcess(), {"MDI_OPS": "attention.sparse=portable"}, None),
-        ("cuda", {}, Loopback(4, 8), {}, None),
+        ("cpu", {}, 1, {}, "they need a GPU"),
+        ("cuda", {"compute_dtype": torch.float32}, 1, {}, "reference operations"),
+        ("cuda", {"activation_quant": False}, 1, {}, "reference operations"),
+        ("cuda", {}, 4, {}, "4 expert-parallel ranks"),
+        ("cuda", {}, 1, {"MDI_OPS": "indexer.topk=reference"}, "MDI_OPS asks for reference"),
+        ("cuda", {}, 1, {"MDI_OPS": "reference"}, "MDI_OPS asks for reference"),
+        ("cuda", {}, 1, {"MDI_SYNC": "1"}, "MDI_SYNC=1"),
+        ("cuda", {}, 1, {"MDI_OPS": "attention.sparse=portable"}, None),
     ],
 )
-def test_why_not(device, profile, parallel, env, reason, monkeypatch):
+def test_why_not(device, profile, processes, env, reason, monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    if parallel is None:
-        parallel = SingleProcess()
-        parallel.world = 4
-        monkeypatch.setattr(decode_graphs, "SingleProcess", Loopback)  # stands for a group of processes
-    got = decode_graphs.why_not(torch.device(device), NumericProfile(**({"compute_dtype": torch.bfloat16} | profile)), parallel)
+    got = why_not(torch.device(device), NumericProfile(**({"compute_dtype": torch.bfloat16} | profile)), processes)
     assert got is None if reason is None else reason in got
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mini_deepinfer import environment
 from mini_deepinfer.ops import _dispatch, _extension, elementwise
 
 BF16 = torch.zeros(1, dtype=torch.bfloat16)
@@ -196,6 +197,21 @@ def test_sm100_gate(machine, caplog: pytest.LogCaptureFixture, result, used: str
     assert len(warnings) == (0 if used == "sm100" else 1)
 
 
+def test_every_op_has_a_self_test_that_can_fail() -> None:
+    """Its output holds something, is the same twice, and is far from another one."""
+    environment.load_ops()
+    assert set(_dispatch.SELF_TESTS) == set(_dispatch.IMPLEMENTATIONS)
+    device = torch.device("cpu")
+    for op, test in _dispatch.SELF_TESTS.items():
+        outputs = [test.run(test.make(device), "reference") for _ in range(2)]
+        first, second = (output if isinstance(output, tuple) else (output,) for output in outputs)
+        assert _dispatch.difference(first, second) == 0, op
+        assert all(bool((part.view(torch.uint8) != 0).any()) for part in first), op
+        wrong = first[0].clone()
+        wrong.view(torch.uint8)[-1].bitwise_xor_(0x40)
+        assert _dispatch.difference((wrong, *first[1:]), second) > test.bound, op
+
+
 def test_difference() -> None:
     one = torch.ones(3)
     assert _dispatch.difference((one, one.int()), (one, one.int())) == 0
@@ -216,7 +232,7 @@ def stub(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> StubLibra
     """A library whose calls are counted; select() is made to choose the kernel for CPU tensors."""
     library = StubLibrary("elementwise_expand_fp8", "elementwise_expand_fp4")
     monkeypatch.setattr(_dispatch.torch.ops, "mini_deepinfer", library, raising=False)
-    monkeypatch.setattr(elementwise, "select", lambda op, tensor, impl=None: "portable")
+    monkeypatch.setattr(elementwise.number_formats, "select", lambda op, tensor, impl=None: "portable")
     return library
 
 
@@ -232,11 +248,11 @@ U8 = torch.uint8
 @pytest.mark.parametrize("op, codes, scale, error, message", [
     ("expand_fp8", torch.zeros(3, 64), torch.zeros(3, 2, dtype=U8), TypeError, "codes must be float8_e4m3fn or uint8"),
     ("expand_fp8", torch.zeros(3, 64, dtype=U8), torch.zeros(3, 2), TypeError, "scale must be uint8"),
-    ("expand_fp8", torch.zeros(64, dtype=U8), torch.zeros(2, dtype=U8), ValueError, "codes must have two dimensions"),
+    ("expand_fp8", torch.zeros(64, dtype=U8), torch.zeros(2, dtype=U8), ValueError, r"codes must be .*\[M, bytes\], got uint8 \[64\]"),
     ("expand_fp8", torch.zeros(3, 60, dtype=U8), torch.zeros(3, 2, dtype=U8), ValueError, "multiple of 32 columns"),
     ("expand_fp8", torch.zeros(3, 64, dtype=U8), torch.zeros(3, 3, dtype=U8), ValueError, r"scale .*\[M=3, K/32=2\]"),
     ("expand_fp4", torch.zeros(3, 64).char(), torch.zeros(3, 4, dtype=U8), TypeError, "packed must be uint8"),
-    ("expand_fp4", torch.zeros(3, 64, dtype=U8), torch.zeros(3, 2, dtype=U8), ValueError, r"K/32=4\], got \[3, 2\]"),
+    ("expand_fp4", torch.zeros(3, 64, dtype=U8), torch.zeros(3, 2, dtype=U8), ValueError, r"K/32=4\], got uint8 \[3, 2\]"),
 ])  # fmt: skip
 def test_bad_input_never_reaches_the_library(stub: StubLibrary, op, codes, scale, error, message) -> None:
     with pytest.raises(error, match=f"elementwise.{op}: .*{message}"):

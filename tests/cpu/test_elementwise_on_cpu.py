@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mini_deepinfer.ops import elementwise
+from mini_deepinfer.ops import _dispatch, elementwise
 from tests.gpu import test_elementwise as gpu
 from tests.host.build import library
+from tests.inputs import far_apart, generator, normal
+from tests.numerics import assert_bitwise
 
 CPU = torch.device("cpu")
 SOURCES = [f"csrc/elementwise/{name}.cu" for name in ("rmsnorm_quant", "rope", "hc_mix", "hc_expand", "hc_expand_mix", "engram_gate")]
@@ -89,8 +91,9 @@ def launch(op: str, impl: str, *args: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elementwise, "select", lambda op, tensor, *, impl=None, compute_dtype=None: impl or "portable")
-    monkeypatch.setattr(elementwise, "call", launch)
+    for module in (elementwise.rows, elementwise.streams):
+        monkeypatch.setattr(module, "select", lambda op, tensor, *, impl=None, compute_dtype=None: impl or "portable")
+        monkeypatch.setattr(module, "call", launch)
     monkeypatch.setattr(gpu, "call", launch)
 
 
@@ -146,3 +149,37 @@ def test_hc_mix_of_many_tokens_does_not_depend_on_the_batch() -> None:
             assert torch.equal(out, wanted[start:stop])
     for out, exact in zip(whole, gpu.exact_mix(inputs, iters=1)):
         assert float((out.double() - exact).abs().max()) <= 3e-6
+
+
+@pytest.mark.parametrize("op", sorted(op for op in _dispatch.SELF_TESTS if op.startswith("elementwise.") and "fp" not in op))
+def test_self_tests(op: str) -> None:
+    """The kernel is within the bound of its self-test, which notices another kernel's output."""
+    test = _dispatch.SELF_TESTS[op]
+    got, wanted = test.run(test.make(CPU), "portable"), test.run(test.make(CPU), "reference")
+    assert _dispatch.difference(got, wanted) <= test.bound
+    first = got[0] if isinstance(got, tuple) else got
+    first.view(torch.uint8)[-1].fill_(0x3F)
+    assert _dispatch.difference(got, wanted) > test.bound
+
+
+def test_rows_further_than_2_31_elements_apart() -> None:
+    """Three rows, the last one 2^31 elements behind the first: no row stride is multiplied in 32 bits."""
+    g = generator(1)
+    x, weight, stride = normal(g, 3, 320), normal(g, 320), 2**30
+    far = far_apart(x, stride)
+    for op, args in ((elementwise.act_quant, ()), (elementwise.act_quant_folded, ()), (elementwise.rmsnorm, (weight, 1e-20))):
+        assert_same(op(far, *args), op(x, *args))
+    assert_same(elementwise.rmsnorm_quant(far, weight, 1e-20, folded=True), elementwise.rmsnorm_quant(x, weight, 1e-20, folded=True))
+    streams, coefficients = normal(g, 3, 4, 64), (torch.rand(3, 4, generator=g), torch.rand(3, 4, 4, generator=g))
+    assert_same(elementwise.hc_expand(far[:, :64], streams, *coefficients), elementwise.hc_expand(x[:, :64], streams, *coefficients))
+    gates = (normal(g, 4, 64), normal(g, 4, 64), 1e-20)
+    assert_same(elementwise.engram_gate(streams, far, *gates), elementwise.engram_gate(streams, x, *gates))
+    heads, positions, table = x.view(3, 5, 64), torch.tensor([2, 0, 1], dtype=torch.int32), torch.randn(3, 16, 2, generator=g)
+    wanted, far_heads = elementwise.rope(heads, positions, table), far.view(3, 5, 64)
+    assert_same(elementwise.rope(far_heads, positions, table), wanted)
+    assert_same(elementwise.rope(far_heads, positions, table, out=far_heads), wanted)  # changes `far`
+
+
+def assert_same(got: Tensor | tuple[Tensor, ...], wanted: Tensor | tuple[Tensor, ...]) -> None:
+    for one, other in zip(got, wanted, strict=True) if isinstance(got, tuple) else [(got, wanted)]:
+        assert_bitwise(one, other, "rows far apart")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mini_deepinfer import engine
-from mini_deepinfer.cache_plan import plan_caches
+from mini_deepinfer.cache_plan import plan_caches, workspace_bytes
 from mini_deepinfer.config import EngineConfig, ModelConfig
 from mini_deepinfer.engine import LLM
 from mini_deepinfer.kv_cache import Caches
@@ -51,7 +51,7 @@ def test_wrong_options_are_refused_before_loading(monkeypatch: pytest.MonkeyPatc
     def never(*args: object, **kwargs: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("mini_deepinfer.engine.load_weights", never)
+    monkeypatch.setattr("mini_deepinfer.engine_parts.load_weights", never)
     for options, message in (
         ({"page_size": 3}, "page_size"),
         ({"max_model_len": 257}, "max_model_len must be at most the model's 256"),
@@ -352,6 +352,25 @@ def test_plan_shrinks_to_what_fits() -> None:
     assert roomy.max_model_len >= tight.max_model_len >= 256
     assert sum(tight.parts.values()) <= tight.free_bytes
     assert tight.num_pages * 256 >= tight.max_model_len
+
+
+def test_plan_has_room_for_the_decode_graphs() -> None:
+    """They hold the steps of all captured shapes; without graphs the room is for pages."""
+    loopback = {"ep_loopback": 4, "max_model_len": 131072}
+    plan = released_plan(139, **loopback)
+    part = plan.parts["decode graphs (at most)"]
+    logits = sum((1, 2, 4, 8, 16)) * len((2048, 8192, 32_768, 131_072)) * 129_280 * 4
+    assert logits + workspace_bytes(ModelConfig.released(), 16, 131072, 4) < part < 2 * 2**30
+    assert sum(plan.parts.values()) < plan.free_bytes
+    for change in ({"max_num_seqs": 32}, {"max_model_len": 2**20}, {"batch_invariant": True}):
+        assert released_plan(500, **(loopback | change)).parts["decode graphs (at most)"] > part
+    for without in ({"cuda_graph": False}, {"dtype": "float32"}, {"activation_quant": False}, {"ep_loopback": 1}):  # 1: four processes
+        assert "decode graphs (at most)" not in released_plan(139, **(loopback | without)).parts
+    tight = {"ep_loopback": 4, "num_pages": 1024, "max_model_len": 131072}
+    least = sum(released_plan(139, **tight).parts.values())
+    with pytest.raises(ValueError, match="turn cuda_graph off"):
+        released_plan((least - 2**20) / 2**30, **tight)
+    assert released_plan((least - 2**20) / 2**30, cuda_graph=False, **tight).num_pages == 1024
 
 
 def test_plan_refuses_with_the_numbers() -> None:

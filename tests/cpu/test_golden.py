@@ -146,6 +146,7 @@ def run_layers(run: Runner, prefix: str) -> dict[tuple[str, int], torch.Tensor]:
             seen[f"{name}_out", layer] = out
             return g[f"L7.{prefix}.{name}_out.{layer}"]
 
+        forced.folded = False  # the form of input that the experts want
         return forced
 
     bodies = [(block.attn, block.ffn) for block in run.model.blocks]

@@ -78,14 +78,14 @@ def test_keys_and_queries() -> None:
         indexer.write_keys(torch.zeros(2, 128), rows, slots)
     with pytest.raises(ValueError, match=r"slots must be int32 \[G=2\], got int32 \[3\]"):
         indexer.write_keys(torch.zeros(2, 64), rows, torch.zeros(3, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"multiple of 32 \(one scale each\), got Di=48"):
+    with pytest.raises(ValueError, match=r"q must have a positive multiple of 32 columns \(one scale per 32\), got 48"):
         indexer.quant_query(torch.zeros(2, 3, 48))
     q, positions = torch.zeros(2, 3, 64), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"rope_quant_query: positions must be int32 \[T=2\], got int32 \[1\]"):
         indexer.rope_quant_query(q, positions[:1], torch.zeros(5, 8, 2))
     with pytest.raises(TypeError, match=r"rope_quant_query: table must be float32"):
         indexer.rope_quant_query(q, positions, torch.zeros(5, 8, 2).double())
-    with pytest.raises(ValueError, match=r"rope_quant_query: table must have R of at most Di=64, got R=80"):
+    with pytest.raises(ValueError, match=r"rope_quant_query: q must have an even head dim of at least R=80 \(table\), got 64"):
         indexer.rope_quant_query(q, positions, torch.zeros(5, 40, 2))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mini_deepinfer.ops.reference import indexer as reference
 from tests.host.build import library, pointer
-from tests.inputs import generator, index_key_rows, normal, page_table
+from tests.inputs import far_apart, generator, index_key_rows, normal, page_table, untouched
 from tests.numerics import assert_bitwise
 
 NEG_INF = float("-inf")
@@ -99,7 +99,8 @@ def select(x: torch.Tensor, visible: torch.Tensor, k: int, num_blocks: int) -> l
     ids, count = torch.full((rows, max(k, 1)), -7, dtype=torch.int32), torch.full((rows,), -7, dtype=torch.int32)
     blocks = torch.full((rows, max(num_blocks, 1)), -7, dtype=torch.int32)
     picks = (pointer(ids), pointer(count)) if k else (pointer(None), pointer(None))
-    args = (rows, columns, k, int(x.dtype == torch.float32), pointer(x), pointer(visible), 8, pointer(None), 0)
+    scores = (ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.stride(0)))
+    args = (rows, columns, k, int(x.dtype == torch.float32), *scores, pointer(visible), 8, pointer(None), 0)
     kernel_file("topk").topk(*args, *picks, num_blocks, pointer(blocks if num_blocks else None))
     return ([ids, count] if k else []) + ([blocks] if num_blocks else [])
 
@@ -144,11 +145,43 @@ def test_selection_of_short_rows() -> None:
         assert_bitwise(tensor, right, "short rows")
     candidates = torch.arange(9, dtype=torch.int32).repeat(len(visible), 1) * 5 + 3
     ids, count = torch.full((len(visible), 12), -7, dtype=torch.int32), torch.full((len(visible),), -7, dtype=torch.int32)
-    args = (len(visible), 72, 12, 0, pointer(x), pointer(None), 8, pointer(candidates), 9)
+    args = (len(visible), 72, 12, 0, pointer(x), ctypes.c_int64(72), pointer(None), 8, pointer(candidates), 9)
     kernel_file("topk").topk(*args, pointer(ids), pointer(count), 0, pointer(None))
     wanted = reference.topk(x, None, 12, candidates, 8)
     assert_bitwise(ids, wanted[0], "ids")
     assert_bitwise(count, wanted[1], "count")
+
+
+def test_rows_further_than_2_31_elements_apart() -> None:
+    x, visible = normal(generator(4), 3, 9008).bfloat16(), torch.tensor([9001, 700, 9008], dtype=torch.int32)
+    far = far_apart(x, 2**30)
+    for k, num_blocks in ((300, 40), (300, 0), (0, 40)):
+        for got, wanted in zip(select(far, visible, k, num_blocks), select(x, visible, k, num_blocks), strict=True):
+            assert_bitwise(got, wanted, f"k={k}, {num_blocks} blocks")
+
+
+def test_keys_past_2_31_bytes() -> None:
+    """Keys are written to and scored from a page at the end of a pool of more than 2^31 bytes."""
+    g, per_page, last = generator(6), 64, 2**31 // 68 // 64 + 1
+    pool = untouched((last + 1) * per_page * 68).view(-1, 68)
+    k = normal(g, 60, 128)
+    slots = last * per_page + torch.arange(60, dtype=torch.int32)
+    kernel_file("quantise").quantise(
+        ctypes.c_int64(60), 128, pointer(k), pointer(pool), ctypes.c_void_p(pool.data_ptr() + 64), ctypes.c_int64(68),
+        ctypes.c_int64(68), pointer(slots), ctypes.c_int64(len(pool)),
+    )  # fmt: skip
+    near = reference.pack_keys(k)
+    assert_bitwise(pool[slots.long()], near, "keys")
+    operands = (*reference.quant_query(normal(g, 4, 32, 128)), normal(g, 4, 32, scale=2.0**-6))
+    owner, visible = torch.zeros(4, dtype=torch.int32), torch.tensor([60, 33, 1, 60], dtype=torch.int32)
+    candidates = torch.tensor([[0, 2, 5, 7]], dtype=torch.int32).repeat(4, 1)
+    far, near = (
+        (*operands, keys, torch.tensor([[page]], dtype=torch.int32), owner, visible)
+        for keys, page in ((pool, last), (torch.cat((near, near[:4])), 0))
+    )
+    assert_bitwise(score(far, per_page, 60), score(near, per_page, 60), "logits")
+    for name in ("candidate_logits", "candidate_logits_sm90"):
+        assert_bitwise(score(far, per_page, 32, candidates, name), score(near, per_page, 32, candidates, name), name)
 
 
 @pytest.mark.parametrize("heads", [8, 20, 32])

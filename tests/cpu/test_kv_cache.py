@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mini_deepinfer.kv_cache import CacheGeometry, Caches, PageAllocator, PrefixCache, cache_bytes, page_bytes
+from mini_deepinfer.kv_cache import CacheGeometry, Caches, cache_bytes, page_bytes
+from mini_deepinfer.prefix_cache import PageAllocator, PrefixCache
 from tests.cpu.fake_model import fake_config
 
 
@@ -170,7 +171,7 @@ def test_clear() -> None:
 
 
 def test_hit_unit_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="mini_deepinfer.kv_cache"):
+    with caplog.at_level("INFO", logger="mini_deepinfer.prefix_cache"):
         prefix_cache()
     assert "hit unit 4 tokens" in caplog.text
 

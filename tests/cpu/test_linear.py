@@ -7,6 +7,7 @@ import torch
 
 from mini_deepinfer.config import NumericProfile
 from mini_deepinfer.ops import elementwise
+from mini_deepinfer.ops import linear as linear_ops
 from mini_deepinfer.ops.linear import Activation, Fp8Weight, fp8_grouped_linear, fp8_linear, grouped_linear, linear
 
 TOKENS, GROUPS, K, RANK = 5, 3, 64, 32
@@ -69,3 +70,18 @@ def test_the_library_gets_every_group_in_its_layout(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(out[:, g * RANK : (g + 1) * RANK].float(), wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max()))
     assert fp8_grouped_linear(codes[:0], scale[:0], weight, torch.bfloat16, profile).shape == (0, GROUPS * RANK)
     assert len(calls) == GROUPS
+
+
+@pytest.mark.parametrize("num_rows", [1, 256, 257])
+def test_invariant_calls_have_one_number_of_rows_and_leave_none_behind(num_rows: int) -> None:
+    """The rows that fill the last call up are not kept alive by the result."""
+    seen: list[int] = []
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[0])
+        return 2 * x
+
+    x = torch.arange(num_rows * 3.0).view(num_rows, 3)
+    out = linear_ops._by_rows(product, True, x)
+    assert torch.equal(out, 2 * x) and set(seen) == {linear_ops.INVARIANT_ROWS}
+    assert out.untyped_storage().nbytes() == out.numel() * 4

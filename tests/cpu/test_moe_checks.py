@@ -148,6 +148,11 @@ def test_swiglu_quant_refuses(launches: list[str]) -> None:
     assert moe.swiglu(gu, None, 10.0).shape == (3, 64)
     assert [t.shape for t in moe.swiglu_quant_folded(gu, 10.0)] == [(3, 64), (3, 64), (3,)]
     assert launches == ["moe.swiglu_quant"] * 2 + ["moe.swiglu_quant_folded"]
+    launches.clear()
+    assert [t.shape for t in moe.swiglu_quant(gu[:0], torch.zeros(0), 10.0)] == [(0, 64), (0, 2)]
+    assert [t.shape for t in moe.swiglu_quant_folded(gu[:0], 10.0)] == [(0, 64), (0, 64), (0,)]
+    assert moe.swiglu(gu[:0], None, 10.0).shape == (0, 64)
+    assert launches == []
 
 
 def test_combine_refuses(launches: list[str]) -> None:
@@ -161,6 +166,40 @@ def test_combine_refuses(launches: list[str]) -> None:
     assert launches == []
     assert moe.combine(y, rows, None, torch.float32).dtype == torch.float32
     assert launches == ["moe.combine"]
+
+
+def test_combine_parts_refuses(launches: list[str]) -> None:
+    y, rows, parts = torch.zeros(5, 64).bfloat16(), torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 3, 64).bfloat16()
+    with pytest.raises(ValueError, match=r"parts must be \[P=2, T=3, N=64\], got \[2, 4, 64\]"):
+        moe.combine_parts(y, rows, torch.zeros(2, 4, 64).bfloat16(), 0, None)
+    with pytest.raises(TypeError, match="parts must be bfloat16, got float32"):
+        moe.combine_parts(y, rows, parts.float(), 0, None)
+    with pytest.raises(ValueError, match=r"rank must be in 0..P=2, got 3"):
+        moe.combine_parts(y, rows, parts, 3, None)
+    assert launches == []
+    assert moe.combine_parts(y, rows, parts, 2, None).shape == (3, 64)
+    assert launches == ["moe.combine_parts"]
+
+
+def test_experts_take_folded_tokens_only_where_the_product_does(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, k, n, f, experts = 3, 2, 64, 32, 2
+    weights = [torch.full(shape, 120, dtype=torch.uint8) for shape in ((experts, 2 * f, n // 2), (experts, 2 * f, n // 32))]
+    weights += [torch.full(shape, 120, dtype=torch.uint8) for shape in ((experts, n, f // 2), (experts, n, f // 32))]
+    outs = moe.reference.permute(torch.tensor([[0, 1]] * tokens, dtype=torch.int32), 0, experts)
+    rows = (outs[2], torch.zeros(tokens * k, dtype=torch.int32), torch.ones(tokens * k))
+    folded = (torch.zeros(tokens, n, dtype=torch.float8_e4m3fn), torch.ones(tokens))
+    with pytest.raises(ValueError, match="folded tokens need row_of_slot"):
+        moe.experts(*folded, *weights, *rows, 10.0)
+    with pytest.raises(RuntimeError, match=r"rows with one scale each are for the sm90 product"):
+        moe.experts(*folded, *weights, *rows, 10.0, row_of_slot=outs[0])
+    assert launches == [] and not moe.takes_folded_rows(*weights[:2], torch.bfloat16)
+    choices = {"moe.grouped_gemm": "sm90"}
+    monkeypatch.setattr(moe, "select", lambda op, tensor, *, impl=None, compute_dtype=None: choices.get(op, "portable"))
+    assert moe.takes_folded_rows(*weights[:2], torch.bfloat16)
+    assert moe.experts(*folded, *weights, *rows, 10.0, row_of_slot=outs[0]).shape == (tokens * k, n)
+    assert launches == ["moe.place_rows", "moe.folded_gemm", "moe.swiglu_fold", "moe.folded_gemm"]
+    with pytest.raises(ValueError, match=r"row_of_slot must be \[T=3, k=2\]"):
+        moe.experts(*folded, *weights, *rows, 10.0, row_of_slot=outs[0][:2])
 
 
 def test_cpu_tensors_run_the_reference() -> None:

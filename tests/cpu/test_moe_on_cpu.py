@@ -88,6 +88,32 @@ def test_combine(tokens: int, k: int, n: int, with_shared: bool, out_dtype: torc
     assert torch.equal(out, reference.combine(y, rows, shared, out_dtype))
 
 
+@pytest.mark.parametrize(
+    "tokens, k, n, num_parts, rank, with_shared",
+    [(3, 2, 8, 0, 0, True), (5, 6, 1288, 3, 2, True), (4, 1, 64, 2, 2, False), (4, 3, 2568, 1, 0, True)],
+)
+def test_combine_parts(tokens: int, k: int, n: int, num_parts: int, rank: int, with_shared: bool) -> None:
+    """The sums of the other ranks around this rank's, which is rounded as theirs were."""
+    g = generator(n)
+    rows = torch.randperm(2 * tokens * k, generator=g)[: tokens * k].view(tokens, k).int()
+    rows[torch.rand(tokens, k, generator=g) < 0.5] = -1
+    rows[0] = -1
+    y = torch.full((2 * tokens * k, n), float("nan"), dtype=torch.bfloat16)
+    live = rows[rows >= 0].long()
+    y[live] = normal(g, live.numel(), n)
+    parts = normal(g, num_parts * tokens, n).view(num_parts, tokens, n)
+    shared = normal(g, tokens, n) if with_shared else None
+    out = torch.empty(tokens, n, dtype=torch.bfloat16)
+    library("moe_combine", ["csrc/moe/combine.cu"]).combine_parts(
+        c_int64(tokens), n, k, pointer(y), pointer(rows), pointer(shared), pointer(out), num_parts, rank, pointer(parts)
+    )
+    assert_bitwise(out, reference.combine_parts(y, rows, parts, rank, shared))
+    own = reference.combine(y, rows, None, torch.bfloat16)  # the same in two passes: every rank's sum is a row, added in rank order
+    stacked = torch.stack([*parts[:rank], own, *parts[rank:]])
+    order = torch.arange(stacked.shape[0] * tokens, dtype=torch.int32).view(-1, tokens).t()
+    assert_bitwise(out, reference.combine(stacked.flatten(0, 1), order, shared, torch.bfloat16))
+
+
 @pytest.mark.parametrize("m, f, limit", [(1, 32, 10.0), (7, 288, 0.0), (3, 4160, 1.5)])
 def test_swiglu_quant(m: int, f: int, limit: float) -> None:
     g = generator(f)
@@ -147,15 +173,44 @@ def test_fold_rows(k: int) -> None:
     assert bool((folded[5] == 0xEE).all()) and float(row_scale[5]) == -1.0
 
 
-@pytest.mark.parametrize("m, f", [(1, 32), (7, 288), (4, 2304)])
-def test_swiglu_fold_is_swiglu_quant_then_fold_rows(m: int, f: int) -> None:
+@pytest.mark.parametrize("tokens, picks, k", [(1, 1, 32), (9, 6, 352), (11, 3, 5120), (10, 32, 5280)])
+def test_folding_then_placing_is_fold_rows(tokens: int, picks: int, k: int) -> None:
+    """A token folded before it travels lands with the bits that folding its rows at the end would give; other rows are left alone."""
+    g = generator(k)
+    codes, _ = fp8_activation(g, tokens, k)
+    scale = torch.randint(100, 128, (tokens, k // 32), generator=g).to(torch.uint8)
+    scale[0, 0] = 255
+    ids = torch.rand(tokens, 3 * picks, generator=g).topk(picks, dim=1).indices.sort(dim=1).values.int()
+    ids[tokens // 2] = 3 * picks - 1  # a token without an expert here
+    row_of_slot, slot_of_row, offsets = reference.permute(ids, 1, picks)
+    token_of_row = (slot_of_row.clamp(min=0) // picks).int()
+    rows, padded = tokens * picks, -(-k // 128) * 128
+    outs = [(torch.full((rows, padded), 0xEE, dtype=torch.uint8), torch.full((rows,), -1.0)) for _ in range(2)]
+    library("moe_fold", ["csrc/moe/fold.cu"]).fold_rows(
+        c_int64(rows), k, c_int(picks), pointer(codes), pointer(scale), pointer(token_of_row),
+        pointer(offsets), *(pointer(t) for t in outs[0]),
+    )  # fmt: skip
+    folded, code_scale = fold_scales(codes, scale)
+    library("moe_place_rows", ["csrc/moe/place_rows.cu"]).place_rows(
+        c_int64(tokens), k, picks, pointer(folded), pointer(code_scale), pointer(row_of_slot), *(pointer(t) for t in outs[1])
+    )
+    assert_bitwise(outs[1][0], outs[0][0])
+    assert_bitwise(outs[1][1], outs[0][1])
+
+
+@pytest.mark.parametrize("m, f, limit", [(1, 32, 10.0), (200, 32, 0.0), (7, 288, 1.7), (4, 2304, 2.5)])
+def test_swiglu_fold_is_swiglu_quant_then_fold_rows(m: int, f: int, limit: float) -> None:
+    """With limits that are bf16 numbers and one (1.7) that is not: those are clamped elsewhere."""
     g = generator(f)
     gu, row_weight = normal(g, m, 2 * f, scale=4.0), torch.rand(m, generator=g)
     gu[:, : f // 3] *= 1e-3  # groups at other scales
+    gu[0, :4] = torch.tensor([limit, -limit, float("inf"), -float("inf")])
+    gu[0, f : f + 6] = torch.tensor([1.0, limit, -limit, float("inf"), 0.0, -0.0])
+    gu[m // 2, 7] = gu[m - 1, f + 9] = float("nan")
     bound = torch.tensor([m], dtype=torch.int32)
     codes, scale = torch.empty(m, f, dtype=torch.uint8), torch.empty(m, f // 32, dtype=torch.uint8)
     swiglu = library("moe_swiglu_quant", ["csrc/moe/swiglu_quant.cu"])
-    shared = (c_int64(m), f, c_float(10.0), pointer(gu), pointer(row_weight), pointer(bound))
+    shared = (c_int64(m), f, c_float(limit), pointer(gu), pointer(row_weight), pointer(bound))
     swiglu.swiglu_quant(*shared, pointer(codes), pointer(scale), pointer(None))
     padded = -(-f // 128) * 128
     outs = [(torch.full((m, padded), 0xEE, dtype=torch.uint8), torch.empty(m)) for _ in range(2)]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mini_deepinfer.batch import build_batch
-from mini_deepinfer.kv_cache import Caches, PageAllocator, PrefixCache
+from mini_deepinfer.kv_cache import Caches
+from mini_deepinfer.prefix_cache import PageAllocator, PrefixCache
 from mini_deepinfer.sampler import SamplingParams
 from mini_deepinfer.scheduler import Request, Scheduler
 from tests.cpu.fake_model import VOCAB, FakeModel, fake_config

@@ -57,6 +57,18 @@ def test_readme_of_the_repository_is_well_formed():
     assert run([sys.executable, "scripts/check_readme.py", "--list"]).returncode == 0
 
 
+def test_sections_of_the_model_that_are_cited_exist():
+    headings = set(re.findall(r"^#{2,3} (\d(?:\.\d)?)\.? ", (ROOT / "docs/model.md").read_text(), re.M))
+    cited: dict[str, str] = {}
+    for folder in ("mini_deepinfer", "csrc", "bench", "tests", "scripts"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".cu", ".cuh", ".h", ".cpp"):
+                for text in re.findall(r"spec (\d(?:\.\d)?(?:(?:, | and )\d(?:\.\d)?)*)", path.read_text()):
+                    cited |= dict.fromkeys(re.split(", | and ", text), path.name)
+    assert len(cited) > 30
+    assert {section: name for section, name in cited.items() if section not in headings} == {}
+
+
 def test_guards_of_the_known_faults_exist():
     named = re.findall(r"`(\w+/test_\w+\.py)::(test_\w+)`", (ROOT / "docs/cases.md").read_text())
     assert len(named) > 50

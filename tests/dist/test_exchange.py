@@ -31,6 +31,7 @@ with make_parallel(device, ep_size=world, num_experts=8) as parallel:
         wanted = [rank for rank, count in enumerate(counts) for _ in range(count)]
         assert ids[:, 0].tolist() == wanted and flat.tolist() == [rank + 1 for rank in wanted] and nothing.shape == (sum(counts), 0)
         assert [part[:, 1].tolist() for part in routes.wait()] == [wanted, wanted]
+        assert not parallel.all_agree(parallel.rank == 0) and parallel.all_agree(True)
         for dtype in (torch.float32, torch.bfloat16):
             partial = torch.randn(sum(counts), 7, generator=generator).to(dtype)
             partials = [part.split(counts)[parallel.rank] for part in parallel.all_gather_object(partial.to(torch.float32))]
@@ -38,8 +39,10 @@ with make_parallel(device, ep_size=world, num_experts=8) as parallel:
             for other in partials[1:]:
                 total += other
             partial = partial.to(device)
-            parts = parallel.start_scatter(partial, counts).wait()
-            assert parts.dtype == dtype and torch.equal(parts.cpu().to(torch.float32), torch.stack(partials))
+            for_others = torch.cat([part for rank, part in enumerate(partial.split(counts)) if rank != parallel.rank])
+            parts = parallel.start_scatter(for_others, counts).wait()
+            wanted = torch.stack([part for rank, part in enumerate(partials) if rank != parallel.rank])
+            assert parts.dtype == dtype and torch.equal(parts.cpu().to(torch.float32), wanted)
             assert torch.equal(parallel.reduce_scatter(partial, counts).cpu(), total.to(dtype))
             assert torch.equal(parallel.reduce_scatter(partial, counts, out_dtype=torch.float32).cpu(), total)
     parallel.barrier()
@@ -66,14 +69,15 @@ with make_parallel(device, ep_size=world, num_experts=8) as parallel:
         torch.full((own, width), -1, dtype=torch.int32, device=device)
         torch.full((world * rows, width), -2, dtype=torch.int32, device=device)
         gathered = sent.wait()[0]
-        partial = gathered * world + parallel.rank
+        partial = torch.cat([part for rank, part in enumerate(gathered.split(counts)) if rank != parallel.rank]) * world + parallel.rank
         back = parallel.start_scatter(partial, counts)
         wrong += (gathered != (1000 * turn + source)[:, None]).sum()
         del gathered, partial, sent
-        torch.full((sum(counts), width), -3, dtype=torch.int32, device=device)
+        torch.full((sum(counts) - own, width), -3, dtype=torch.int32, device=device)
         parts = back.wait()
         del back
-        wanted = (1000 * turn + parallel.rank) * world + torch.arange(world, device=device)
+        others = [rank for rank in range(world) if rank != parallel.rank]
+        wanted = (1000 * turn + parallel.rank) * world + torch.tensor(others, device=device)
         wrong += (parts != wanted[:, None, None]).sum()
     assert int(wrong) == 0, f"{int(wrong)} wrong values"
 """

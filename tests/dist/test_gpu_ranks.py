@@ -16,34 +16,15 @@ from tests.dist.test_model_ranks import with_gate_bias
 from tests.golden import AQ_MEAN, BF16_MEAN, PROMPT_LENGTHS, TINY_A, golden
 
 RUN = """
-import json, sys, torch
-folder, out, world, prompts, quantised, poison = sys.argv[1], sys.argv[2], int(sys.argv[3]), *map(json.loads, sys.argv[4:7])
+import json, sys
 from mini_deepinfer.engine import LLM
-from mini_deepinfer.sampler import SamplingParams
+from tests.dist.answers import answer, poison_memory
+folder, out, world, prompts, quantised, poison = sys.argv[1], sys.argv[2], int(sys.argv[3]), *map(json.loads, sys.argv[4:7])
 llm = LLM(folder, device="cuda", dtype="bfloat16", activation_quant=quantised, page_size=16, num_pages=96, max_num_batched_tokens=64,
           max_num_seqs=4, ep_size=world, enable_prefix_caching=False)
-
-def poisoned(make):
-    def call(*args, **options):
-        tensor = make(*args, **options)
-        if tensor.dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn) and tensor.dim():
-            tensor.view(torch.uint8).fill_(0xFF)
-        return tensor
-    return call
-
-if poison:  # a row that nobody wrote cannot pass for zero
-    llm.caches.poison()
-    torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
-    torch.Tensor.new_empty = poisoned(torch.Tensor.new_empty)
-with llm.parallel:
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
-    assert [o.error for o in outputs] == [None] * len(prompts), outputs
-    scores = llm.score(prompts)
-    if llm.parallel.rank == 0:
-        from safetensors.torch import save_file
-        result = {f"ids.{o.index}": torch.tensor(o.token_ids) for o in outputs}
-        save_file(result | {f"score.{i}": s.cpu().contiguous() for i, s in enumerate(scores)}, out)
-    print(json.dumps(sorted(llm.parallel.collectives.items())))
+if poison:
+    poison_memory(llm)
+answer(llm, prompts, out)
 """
 
 

@@ -15,19 +15,10 @@ from safetensors.torch import load_file, save_file
 from tests.dist.launch import read_outputs, run_ranks
 
 RUN = """
-import json, sys, torch
-folder, out, world, prompts, unused = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]), json.loads(sys.argv[5])
-
-def poisoned(make):
-    def call(*args, **options):
-        tensor = make(*args, **options)
-        if tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn):
-            tensor.view(torch.uint8).fill_(0xFF) if tensor.dim() else tensor.fill_(-1)
-        return tensor
-    return call
-
+import json, sys
 from mini_deepinfer.engine import LLM
-from mini_deepinfer.sampler import SamplingParams
+from tests.dist.answers import answer, poison_memory
+folder, out, world, prompts, unused = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]), json.loads(sys.argv[5])
 llm = LLM(folder, device="cpu", page_size=8, num_pages=64, max_num_batched_tokens=8, max_num_seqs=4, ep_size=world,
           enable_prefix_caching=False)
 for block in llm.model.blocks:  # weights of experts nobody picks must not matter
@@ -35,18 +26,8 @@ for block in llm.model.blocks:  # weights of experts nobody picks must not matte
         if expert in unused:
             block.ffn.w13_scale[at] = 255
             block.ffn.w2_scale[at] = 255
-llm.caches.poison()
-torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
-torch.Tensor.new_empty = poisoned(torch.Tensor.new_empty)
-with llm.parallel:
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
-    assert [o.error for o in outputs] == [None] * len(prompts), outputs
-    scores = llm.score(prompts)
-    if llm.parallel.rank == 0:
-        result = {f"ids.{o.index}": torch.tensor(o.token_ids) for o in outputs} | {f"score.{i}": s for i, s in enumerate(scores)}
-        from safetensors.torch import save_file
-        save_file(result, out)
-    print(json.dumps(sorted(llm.parallel.collectives.items())))
+poison_memory(llm)
+answer(llm, prompts, out)
 """
 
 UNEVEN = [1, 40, 7, 3, 12]  # lengths: uneven chunk counts, and 4 + 1 prompts on 4 ranks

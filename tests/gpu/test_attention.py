@@ -531,6 +531,25 @@ def test_write_rows_offsets_past_2_31(kind: str) -> None:
     assert torch.equal(rows[slots.long()], wanted)
 
 
+@pytest.mark.big
+def test_write_normed_window_past_2_31() -> None:
+    """Rows of the projection past 2^31 elements, as columns of a wider tensor, to a pool of more than 2^31 bytes."""
+    tokens, width, pool_rows = 1_200_000, 1792, 2**31 // 528 + 10
+    at = torch.tensor([0, 2**31 // width, 2**31 // width + 1, tokens - 1], device="cuda")
+    x, weight, positions, table, _ = (part[-4:].cuda() if len(part) == 20 else part.cuda() for part in normed_inputs(20, DIM, 64))
+    slots = torch.tensor([pool_rows - 1, 0, pool_rows - 12, 5], dtype=torch.int32, device="cuda")
+    wide = torch.zeros(tokens, width, dtype=torch.bfloat16, device="cuda")
+    wide[at, -DIM:] = x
+    where = torch.zeros(tokens, dtype=torch.int32, device="cuda")
+    to = torch.full((tokens,), -1, dtype=torch.int32, device="cuda")
+    where[at], to[at] = positions, slots
+    rows, wanted = (torch.zeros(count, 528, dtype=torch.uint8, device="cuda") for count in (pool_rows, 4))
+    attention.write_normed_window(wide[:, -DIM:], weight, 1e-6, where, table, rows, to, impl="portable")
+    attention.write_normed_window(x, weight, 1e-6, positions, table, wanted, torch.arange(4).int().cuda(), impl="portable")
+    assert torch.equal(rows[slots.long()], wanted)
+    assert int(rows.count_nonzero()) == int(wanted.count_nonzero())
+
+
 def test_written_rows_are_what_sparse_reads() -> None:
     """write_window and write_compressed, then sparse: equal to attention over the decoded values."""
     gen = torch.Generator().manual_seed(5)

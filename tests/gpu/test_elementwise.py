@@ -698,7 +698,8 @@ def test_rows_past_int32(cuda: torch.device) -> None:
 
 @pytest.mark.big
 def test_rope_past_int32(cuda: torch.device) -> None:
-    tokens = 65_600  # x 64 x 512 = 2.15e9
+    """rope, and rope_quant with its codes: 2.15e9 elements, token 65,536 starts at 2^31."""
+    tokens = 65_600  # x 64 x 512
     at = torch.tensor([0, 65_535, 65_536, 65_599], device=cuda)
     g = generator(20)
     small = normal(g, 4, 64, 512).to(cuda)
@@ -707,5 +708,11 @@ def test_rope_past_int32(cuda: torch.device) -> None:
     x[at] = small
     where = torch.zeros(tokens, dtype=torch.int32, device=cuda)
     where[at] = positions
+    for folded in (False, True):
+        got = elementwise.rope_quant(x, where, table, 8, inverse=True, folded=folded)
+        for out, wanted in zip(got, elementwise.rope_quant(small, positions, table, 8, inverse=True, folded=folded)):
+            assert_bitwise(out[at], wanted, f"rope_quant, folded={folded}")
+        values, few = (codes.view(torch.uint8) & 0x7F for codes in (got[0], got[0][at]))  # a rotated zero may be -0
+        assert int(values.count_nonzero()) == int(few.count_nonzero())
     elementwise.rope(x, where, table, out=x)
     assert_bitwise(x[at], elementwise.rope(small, positions, table), "rope")

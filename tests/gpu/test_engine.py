@@ -17,7 +17,7 @@ GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 def engine(**options) -> LLM:
     defaults = {"page_size": 16, "num_pages": 64, "max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 4}
-    return LLM(str(TINY_A), device="cuda", batch_invariant=True, **{**defaults, **options})
+    return LLM(str(TINY_A), device="cuda", **{"batch_invariant": True, **defaults, **options})
 
 
 def prompts() -> list[list[int]]:
@@ -100,7 +100,7 @@ def logits_of(llm: LLM, prompts, params) -> tuple[list[list[int]], list[torch.Te
 @pytest.mark.parametrize("first_length", [16, 64, 2048])
 def test_graphs_change_no_bit(cuda, monkeypatch, first_length):
     """Every logit of every step, over several shapes: requests end at different steps, contexts cross the lengths of the shapes."""
-    monkeypatch.setattr("mini_deepinfer.decode_graphs.FIRST_LENGTH", first_length)
+    monkeypatch.setattr("mini_deepinfer.decode_shapes.FIRST_LENGTH", first_length)
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (20, 9, 14, 30)]
     plain, graphs = engine(cuda_graph=False), engine()
     assert plain.graphs is None and graphs.graphs is not None
@@ -167,3 +167,28 @@ def test_without_batch_invariance(cuda):
     assert graphs.graphs.num_replays > 0
     assert [row[0] for row in got] == [row[0] for row in want]
     assert (logits[0] - want_logits[0]).abs().max() == 0  # the prefill step is eager in both
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_graphs_hold_no_more_than_the_plan_reserves(cuda, monkeypatch, batch_invariant):
+    """Every number of rows and every length is captured; the allocator's part is measured, the driver keeps its launches elsewhere."""
+    from mini_deepinfer.cache_plan import graph_bytes
+
+    monkeypatch.setattr("mini_deepinfer.decode_shapes.FIRST_LENGTH", 64)
+    llm = engine(max_num_seqs=8, num_pages=128, enable_prefix_caching=False, batch_invariant=batch_invariant)
+    work = [prompts()[index] for index in (0, 0, 0, 0, 3, 3, 3, 3)]
+    params = [SamplingParams(max_tokens=4 * (1 + index), ignore_eos=True) for index in range(8)]
+    graphs, llm.graphs = llm.graphs, None
+    llm.generate(work, params)  # what eager steps need is there
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    llm.graphs = graphs
+    for count in range(1, 9):
+        for first in (0, 4):
+            llm.generate((work[first:] + work[:first])[:count], params[:count])
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert not graphs.failed and {size for size, _ in graphs.shapes} == {1, 2, 4, 8} and len(graphs.lengths) == 2
+    held = torch.cuda.memory_reserved() - before
+    assert 0 < held <= graph_bytes(llm.config, llm.options, llm.max_model_len, 1)

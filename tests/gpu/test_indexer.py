@@ -409,6 +409,22 @@ def test_logits_and_topk_past_2_31_elements(cuda: torch.device, logits_impl: str
     assert_bitwise(blocks[-2:], reference.candidate_blocks(out[-2:].cpu(), s.visible[-2:], 8, 2048), "blocks")
 
 
+@pytest.mark.big
+def test_candidate_logits_past_2_31_elements(cuda: torch.device, candidate_impl: str) -> None:
+    """131,080 tokens x 2,048 blocks of 8: token 131,072 starts at element 2^31. The sm90 kernel's workspace still fits."""
+    copies, entries = 16_385, 20_001
+    s = scene([0] * 8, [entries - 3 * i for i in range(8)])
+    g = generator(19)
+    candidates = torch.stack([torch.randperm(2500, generator=g)[:2048].sort().values for _ in range(8)]).int().to(cuda)
+    codes, scale, weights, keys, table, owner, visible, per_page = s.operands(cuda)
+    per_token = [t.repeat(copies, *[1] * (t.dim() - 1)) for t in (codes, scale, weights, owner, visible, candidates)]
+    out = indexer.candidate_logits(*per_token[:3], keys, table, *per_token[3:5], per_page, per_token[5], 8, impl=candidate_impl)
+    assert out.numel() > 2**31
+    few = indexer.candidate_logits(codes, scale, weights, keys, table, owner, visible, per_page, candidates, 8, impl="portable")
+    for copy in (0, 8192, 16_383, 16_384):
+        assert_bitwise(out[8 * copy : 8 * copy + 8], few, f"tokens from {8 * copy} on")
+
+
 # -- selection -------------------------------------------------------------------------------------------------------
 
 KINDS = ("normal", "four values", "one value", "mostly -inf", "nan and inf", "ascending", "negative", "signed zeros", "index scores")
@@ -525,6 +541,23 @@ def test_topk_blocks(cuda: torch.device, kind: str, columns: int, dtype: torch.d
         wanted = reference.topk_blocks(x, visible, k, block_size, num_blocks)
         for tensor, right, name in zip(got, wanted, ("ids", "count", "blocks"), strict=True):
             assert_bitwise(tensor, right, f"{name}, k={k}, {num_blocks} blocks of {block_size}")
+
+
+@pytest.mark.big
+def test_topk_blocks_past_2_31_elements(cuda: torch.device) -> None:
+    """4,100 rows of 524,224 columns, the most that one reading takes: row 4,097 starts behind element 2^31."""
+    tokens, columns = 4100, 524_224
+    at = [0, 4095, 4096, 4099]
+    x = torch.zeros(tokens, columns, dtype=torch.bfloat16, device=cuda)
+    visible = torch.full((tokens,), 64, dtype=torch.int32)
+    visible[at] = torch.tensor([columns, 9, columns - 5, columns], dtype=torch.int32)
+    small = score_rows(generator(9), "normal", 4, columns, torch.bfloat16)
+    x[at] = small.to(cuda)
+    got = indexer.topk_blocks(x, visible.to(cuda), 512, 8, 2048, impl="portable")
+    wanted = reference.topk_blocks(small, visible[at], 512, 8, 2048)
+    for tensor, right, name in zip(got, wanted, ("ids", "count", "blocks"), strict=True):
+        assert_bitwise(tensor[at], right, name)
+    assert bool((got[0][1:4095, :64] == torch.arange(64, device=cuda)).all()) and bool((got[2][1:4095, 8:] == -1).all())
 
 
 def test_topk_blocks_writes_nothing_outside(cuda: torch.device) -> None:

@@ -400,6 +400,37 @@ def test_swiglu_quant_past_2_31_elements(cuda: torch.device) -> None:
     assert int(codes.view(torch.uint8).count_nonzero()) == int(small_codes.view(torch.uint8).count_nonzero())
 
 
+@pytest.mark.big
+def test_swiglu_quant_folded_past_2_31_elements(cuda: torch.device) -> None:
+    """932,100 rows of 2,304: h and codes cross 2^31 at row 932,067, gate and up at row 466,033."""
+    m, f = 932_100, 2304
+    rows = [0, 466_033, 466_034, 932_067, 932_068, m - 1]
+    gu = torch.zeros(m, 2 * f, dtype=torch.bfloat16, device=cuda)
+    gu[rows] = normal(generator(17), len(rows), 2 * f).to(cuda)
+    got = moe.swiglu_quant_folded(gu, 10.0, impl="portable")
+    for out, wanted, name in zip(got, moe.swiglu_quant_folded(gu[rows], 10.0, impl="portable"), ("h", "codes", "row_scale"), strict=True):
+        assert_bitwise(out[rows], wanted, name)
+    for out in got[:2]:
+        assert int(out.view(torch.uint8).count_nonzero()) == int(out[rows].view(torch.uint8).count_nonzero())
+
+
+def test_no_rows(cuda: torch.device) -> None:
+    """M = 0, as on a rank without tokens: the ops return empty tensors, and the kernels launch nothing."""
+    gu = torch.empty(0, 128, dtype=torch.bfloat16, device=cuda)
+    none, bound = torch.empty(0, device=cuda), torch.zeros(1, dtype=torch.int32, device=cuda)
+    codes, scale = moe.swiglu_quant(gu, none, 10.0, bound, impl="portable")
+    h, folded, row_scale = moe.swiglu_quant_folded(gu, 10.0, impl="portable")
+    for out in (moe.swiglu(gu, None, 10.0, impl="portable"), codes, h, folded):
+        assert out.shape == (0, 64)
+    assert scale.shape == (0, 2) and row_scale.shape == (0,)
+    _dispatch.call("moe.swiglu_quant", "portable", gu, None, 10.0, None, codes, scale, None)
+    _dispatch.call("moe.swiglu_quant", "portable", gu, None, 10.0, None, None, None, h)
+    _dispatch.call("moe.swiglu_quant_folded", "portable", gu, 10.0, h, folded, row_scale)
+    wide = torch.empty(0, 128, dtype=torch.uint8, device=cuda)
+    _dispatch.call("moe.swiglu_fold", "portable", gu, none, 10.0, bound, wide, row_scale)
+    torch.cuda.synchronize(cuda)  # a launch of zero blocks would be an error here
+
+
 # -- combine ---------------------------------------------------------------------------------------------------------
 
 
@@ -420,6 +451,30 @@ def test_combine(cuda: torch.device, tokens: int, k: int, n: int, out_dtype: tor
     assert bool(out.isfinite().all())
     wanted = reference.combine(y, rows, shared, out_dtype)
     assert torch.equal(out.cpu(), wanted)
+
+
+@pytest.mark.parametrize(
+    "tokens, k, n, num_parts, rank, with_shared",
+    [(1, 1, 8, 0, 0, True), (33, 6, 5120, 3, 1, True), (70, 6, 1288, 2, 2, False), (7, 32, 9216, 7, 0, True), (0, 6, 64, 3, 3, True)],
+)
+def test_combine_parts(cuda: torch.device, tokens: int, k: int, n: int, num_parts: int, rank: int, with_shared: bool) -> None:
+    """The bits of two passes: this rank's sums as another row, then all ranks' in rank order."""
+    g = generator(tokens + n)
+    slots = tokens * k
+    rows = torch.randperm(2 * slots + 1, generator=g)[:slots].view(tokens, k).int()
+    rows[torch.rand(tokens, k, generator=g) < 0.6] = -1
+    y = torch.full((2 * slots + 1, n), float("nan"), dtype=torch.bfloat16)
+    live = rows[rows >= 0].long()
+    y[live] = normal(g, live.numel(), n)
+    parts = normal(g, num_parts * tokens, n).view(num_parts, tokens, n)
+    shared = normal(g, tokens, n) if with_shared else None
+    out = moe.combine_parts(y.to(cuda), rows.to(cuda), parts.to(cuda), rank, None if shared is None else shared.to(cuda), impl="portable")
+    assert_bitwise(out.cpu(), reference.combine_parts(y, rows, parts, rank, shared))
+    own = moe.combine(y.to(cuda), rows.to(cuda), None, torch.bfloat16).cpu()
+    stacked = torch.stack([*parts[:rank], own, *parts[rank:]])
+    order = torch.arange(len(stacked) * tokens, dtype=torch.int32).view(len(stacked), tokens).t().contiguous()
+    two = moe.combine(stacked.flatten(0, 1).to(cuda), order.to(cuda), None if shared is None else shared.to(cuda), torch.bfloat16)
+    assert_bitwise(out, two)
 
 
 # -- route -----------------------------------------------------------------------------------------------------------
@@ -584,6 +639,14 @@ def test_experts_end_to_end(cuda: torch.device, world: int) -> None:
     for impl in GEMM_IMPLS if world == 1 else ():
         if _dispatch.why_not("moe.grouped_gemm", impl, cuda) is None:
             assert_bitwise(run_fused(impl, True), run_fused(impl, False), f"experts ({impl})")
+
+    if world == 1 and _dispatch.select("moe.grouped_gemm", codes.to(cuda), compute_dtype=torch.bfloat16) == "sm90":
+        ids, weights = (t.to(cuda) for t in reference.route(x, gate, bias, k, 1.5))
+        outs = moe.dispatch(ids, weights, 0, experts)
+        folded = elementwise.act_quant_folded(x.to(cuda))
+        weights_of_experts = [t.to(cuda) for t in (w13, w13_scale, w2, w2_scale)]
+        y = moe.experts(*folded, *weights_of_experts, outs[2], outs[3], outs[4], 10.0, row_of_slot=outs[0])
+        assert_bitwise(y[: int(outs[2][-1])], run_fused("sm90", True), "tokens folded before they are placed")
 
     difference = (run(cuda, "portable").cpu() - run("cpu", "reference")).abs()
     assert float(difference.max()) < 0.02 * float(run("cpu", "reference").abs().max())

@@ -111,3 +111,16 @@ def combine(
     if shared is not None:
         acc = acc + shared.to(torch.float32)
     return acc.to(out_dtype)
+
+
+def combine_parts(
+    y: torch.Tensor, row_of_slot: torch.Tensor, parts: torch.Tensor, rank: int, shared: torch.Tensor | None
+) -> torch.Tensor:
+    """The sums of all ranks in rank order, float32, then the shared expert, one rounding. This rank's is rounded first, as theirs were."""
+    own = combine(y, row_of_slot, None, y.dtype)
+    acc = torch.zeros(own.shape, dtype=torch.float32, device=y.device)
+    for part in (*parts[:rank], own, *parts[rank:]):
+        acc = acc + part.to(torch.float32)
+    if shared is not None:
+        acc = acc + shared.to(torch.float32)
+    return acc.to(y.dtype)
