@@ -6,33 +6,40 @@
 // or 33 KiB (FP8) in and out, P, Q and O in passing 30 KiB = 340 to 370 KiB = 2,700 to 2,950; ALU to expand 32,768 elements about
 // 600 of each scheduler. 10 steps a token, 31 tokens an SM: 0.49 ms at 1.755 GHz if everything overlaps.
 //
-// Measured on an H200: T=4096, 640 slots 0.748 ms (model-like indices) and 0.764 (random), 128 slots 0.251; T=256, 640 slots 0.057.
-// Of the first, the producers alone (no products) take 0.55 ms, the consumers alone (tiles not written) 0.63; together they share
-// issue slots and shared memory (74% busy), and with two K tiles each waits for the other. What decides are the producers'
-// instructions and latencies (600 a warp and step) and how early a tile is given back.
-// Slower: fence.proxy.async by the producers instead of the consumers (0.80 instead of 0.76 ms); rows by cp.async.bulk, which
-// leaves a lane at a time (0.86); half a warp a row, a third fewer memory cycles but more instructions (0.796 instead of 0.767);
-// expanding a quarter before waiting for its place (0.772 instead of 0.766); both consumers adding the other's values before
-// their own scores (0.771 instead of 0.766). No difference: barriers waited for with a long suspend hint. Worth it: descriptors
-// in uniform registers (0.02), the other's tile given back before P is published (0.02).
-// NOTE: all these times are of a variant in which the maximum that P refers to may lag by up to 2^8, which saves the rescaling
-// of O but rounds P at other places than the spec (a third of the outputs in their last bit). The exact maximum costs about
-// 0.04 ms at T=4096, 640 slots (measured with another form of this kernel).
+// Measured on an H200, in turns with the form before (0.792, 0.804, 0.266 and 0.061 ms): T=4096, 640 slots 0.757 ms (model-like
+// indices) and 0.774 (random), 128 slots 0.258; T=256, 640 slots 0.0585. The producers alone (no products) take 0.47 ms of the
+// first, the consumers of the form before alone (tiles not written) 0.63. There is no single limit: the data pipe of L1 and shared
+// memory is 76% busy (clocks a step: S 1,024, P V 640, K and Q written 563, packed rows copied 565, since every 128-byte line that a
+// copy touches takes one, and 570 for the rest), instructions are issued in half of the clocks, and with two K tiles each side waits
+// for the other. Left out, with wrong results, these save: copies of packed rows 0.06 ms, the output 0.05, rescaling O 0.04, loading
+// Q 0.02, fences 0.01, multiplying by the scales 0.01.
+// Worth it: fill() compiled for the kind of rows (0.02), every thread arriving on the barriers (0.014), the valid rows read before
+// the last scores are there (0.02), the other's values between the halves of the own scores (0.015), descriptors in uniform
+// registers (0.02).
+// Slower: fence.proxy.async by the producers instead of the consumers (0.80 instead of 0.76 ms); rows by cp.async.bulk, which leaves
+// a lane at a time (0.86); half a warp expanding a row (0.796 instead of 0.767); a compressed row's codes taken a quarter ahead
+// (0.786 instead of 0.756); waiting for the other's values before the second half of the scores (0.802 instead of 0.767). No gain
+// (0.5% or less, or a loss): half a warp copying a row, a vote on rescaling for each half of a warp's rows, O rescaled in halves
+// under the products or under the exponentials, the maximum published before P, a tile given back in quarters, one fence for two
+// quarters.
+// Two tokens in a block, to expand the rows they share only once, do not fit: their O alone is 256 KiB, all registers of an SM.
 //
 // One persistent block per SM walks over (token, 64 heads) items; four warpgroups:
-//   producers (warpgroups 2 and 3, 64 registers): copy packed rows by index to shared memory (cp.async), half a step ahead, and
-//     expand them to bf16 in the free one of two K tiles, a warp eight rows; copy Q under the first half of its item's first tile;
+//   producers (warpgroups 2 and 3, 64 registers): copy packed rows by index to shared memory (cp.async), half a step ahead (window
+//     rows two quarters of a tile), and expand them to bf16 in the free one of two K tiles, a warp eight rows; copy Q under the first
+//     half of its item's first tile;
 //   consumers (warpgroups 0 and 1, 192 registers): step b belongs to consumer b % 2, which makes S = Q K^T (m64n64k16) and
-//     the softmax, and hands P (bf16) and the running maximum to the other through shared memory. Both add P V to their half
-//     of O (64 heads x 256 dims as two m64n128k16, the widest that ptxas takes at 512 threads; own P from registers, the
-//     other's from shared memory). So one consumer's softmax runs under the other's products.
+//     the softmax, and hands P (bf16) and the running maximum to the other through shared memory. Both add P V to their half of O
+//     (64 heads x 256 dims as two m64n128k16, the widest that ptxas takes at 512 threads): of the own step with P from registers, of
+//     the other's with P from shared memory, between the halves of the own scores. So one's softmax runs under the other's products.
 // Barriers (mbarrier; a phase per use): full[2][4] two atoms of a K tile written: S follows the producer through the tile;
 // empty[2][2] consumer c is done with the tile, whose half of the atoms is then free, because only its values are in there and
 // S was complete before; p_ready[2] P and maximum of a step published (they are free again when the last full[] of the step
-// after next completes, because that needs both empty[]); q_full, q_empty per item.
+// after next completes, because that needs both empty[]); q_full, q_empty per item. Every thread arrives itself: compute-sanitizer's
+// racecheck does not follow a lane that arrives for its warp after __syncwarp.
 //
 // Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, packed rows 18 KiB, the rest 1 KiB = 227 KiB, all there is. A packed row's
-// buffer is that of a compressed row; the second half of a window row waits in the K tile itself (Packed).
+// buffer is that of a compressed row; the quarters of a window row take turns in it, two at a time (Packed).
 //
 // Q may be rotated on its way in and O leave in other forms (sparse_output_sm90.cuh): a kernel of its own each. The angles of Q come
 // with it, from the row of the table that the token's position names; the position is in shared memory for the consumers, too.
@@ -700,7 +707,7 @@ template <Output kOutput>
 __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_constant__ SparseParams params) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-    if (threadIdx.x == 0) {  // every thread arrives: no warp barrier before, and racecheck follows it
+    if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) {
             for (uint64_t& full : shared.full[i]) ptx::mbarrier_init(address_of(&full), kProducerThreads);
             for (uint64_t& empty : shared.empty[i]) ptx::mbarrier_init(address_of(&empty), kGroupThreads);
