@@ -11,22 +11,29 @@
 // by TMA and multicasts. Block roles (384 threads):
 //   warp 0       TMA into a ring of five stages of 128 columns of K: rows (128-byte swizzle) and packed weights
 //   warps 1..3   the scale bytes of a stage, as distances to the column's largest, and what the epilogue wants to know
-//   warpgroups 1, 2 (64 columns each)   per stage, for each half of a tile wider than 128 rows (else once):
-//     in turns: four wgmma m64nNk32 on the fragments of this stage
-//     in the other's turn: add the tensor core's sums, which have about 14 bits, to fp32 sums (promotion every 128),
-//     and expand the next stage's weights, the first two fragments as soon as their wgmma are through
+//   warpgroups 1, 2 (64 columns each)   per stage, for each half of a tile wider than 176 rows (else once):
+//     issue four wgmma m64nNk32 on the fragments of this stage; while they run, expand the next stage's weights into the
+//     other set of fragments and read what the ones after that are expanded from; then add the tensor core's sums, which
+//     have about 14 bits, to fp32 sums (promotion every 128). The other warpgroup's wgmma run meanwhile.
 //     (the first stage of the next tile during the last one of this)
-// Wide tiles because the expansion costs the same for any number of rows: one turn of 112 rows is 224 tensor cycles, the
-// other work about 160 issue cycles. Registers set the limit: 224 rows are 112 fp32 sums and 56 of the tensor core.
+//
+// What limits it: an SM sub-partition issues one instruction a cycle, and a wgmma that reads its accumulators takes that
+// slot too (measured: three of the four of a chain do). The fourth's slots are just enough for the promotion; every
+// other instruction adds a cycle. Hence wide tiles and long N (expansion and loop cost the same for any number of rows),
+// two steps for each turn of the loop, everything of a stage at one address, no turns and no barriers between the
+// warpgroups, and few instructions in the warps that convert scales. Registers set the limit of the width: 224 rows
+// are 112 fp32 sums, 56 of the tensor core and 32 of fragments; one chain of 176 rows 88, 88 and 32.
+//
 // Lane t of a quad owns scale group t of the 128 columns, 16 bytes per weight row: word j of them is its part of the
 // j-th wgmma. Expansion is a byte look-up (prmt) in the eight magnitudes of the group's scale, then the signs.
-// Epilogue by halves: sums -> bf16 -> stmatrix transposed to [row][column] -> scales -> 16-byte stores of rows that exist.
+// Epilogue by halves: sums -> bf16 -> scales -> stmatrix transposed to [row][column] -> 16-byte stores of rows that exist.
 //
 // Tiles are dealt by descending width, back and forth (scheduler.cuh): all clusters get about the same work.
 //
 // Barriers: full[s] counts the block's own producer (with all bytes of both halves) and a scale warp; empty[s] counts one
-// arrival per consumer warp of both blocks, because a stage is overwritten in both at once.
-// Shared memory 226 KiB: ring 5 x (28 + 8.5), output tiles 2 x 16, tiles 11. Registers 232 x 256 + 40 x 128.
+// arrival per consumer warp of both blocks, because a stage is overwritten in both at once. Consumers wait two stages
+// ahead, also past the last tile: there the producer and a scale warp arrive without having brought anything.
+// Shared memory 226 KiB: ring 5 x 37, output tiles 2 x 14, tiles 10, infos 3. Registers 232 x 256 + 40 x 128.
 // SASS: QGMMA
 // Limits: E <= 1024, K and O multiples of 32. Rows at or past offsets[E] are never written.
 #include "common/launch.h"
@@ -43,8 +50,7 @@ namespace {
 constexpr int kCluster = 2;
 constexpr int kColumns = 128;                       // output columns of a block
 constexpr int kMaxRows = 224;                       // rows of a tile
-constexpr int kChainRows = 176;                     // wider tiles are multiplied in two halves
-constexpr int kStoreRows = 112;                     // wider tiles are stored in two halves
+constexpr int kStoreRows = 112;                     // of a tile, staged at a time: wider ones are stored in two halves
 constexpr int kBlockK = 128;
 constexpr int kStages = 5;
 constexpr int kConsumers = 2;                       // warpgroups
@@ -64,8 +70,8 @@ struct alignas(16) TileInfo {
     int64_t first_row;
     int num_rows, width, first_column;
     int has_next;
-    uint8_t rows[kMaxRows];     // scale bytes of the rows, 255 = NaN
-    uint8_t columns[kColumns];  // largest scale bytes of the columns
+    uint16_t rows[kMaxRows];     // scales of the rows, bf16
+    uint16_t columns[kColumns];  // scales of the columns, 2^(largest byte - 127 - 6), bf16
 };
 // It is written when the stage of the tile's first step is empty: the consumers are then past the epilogue of kInfos tiles
 // before, if a tile has at least kMinSteps steps.
@@ -77,7 +83,7 @@ static_assert((kInfos - 1) * kMinSteps >= kStages, "a TileInfo is overwritten to
 struct Stage {
     alignas(1024) uint8_t rows[kMaxRows * kBlockK];  // [rows][128], 128-byte swizzle
     alignas(128) uint8_t codes[kCodeBytes];          // [column][64 bytes of FP4]
-    uint32_t shifts[kColumns];  // byte g: 8 times the binades of group g below the column's largest, at most 15
+    uint32_t shifts[kColumns];  // byte g: 8 times the binades of group g below the column's largest, modulo 16
     uint64_t full, empty;
 };
 
@@ -131,9 +137,11 @@ __device__ __forceinline__ int dealt(int round) {
 struct Ring {
     uint32_t offset = 0;  // of the stage, in bytes from the first
     uint32_t phase = 0;
+    template <int kBy = 1>
     __device__ __forceinline__ void advance() {
-        offset += sizeof(Stage);
-        if (offset == kStages * sizeof(Stage)) offset = 0, phase ^= 1;
+        offset += kBy * sizeof(Stage);
+        if (kBy == 1 ? offset == kStages * sizeof(Stage) : offset >= kStages * sizeof(Stage))
+            offset -= kStages * sizeof(Stage), phase ^= 1;
     }
     __device__ __forceinline__ Stage& stage(SharedStorage& shared) const {
         return *reinterpret_cast<Stage*>(reinterpret_cast<uint8_t*>(shared.stages) + offset);
@@ -171,6 +179,18 @@ __device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, c
     }
 }
 
+// bf16 bits of 2^(byte - 127 - down), down = 0 or 6; byte 255 is NaN
+__device__ __forceinline__ uint16_t power_of_two(uint32_t byte, uint32_t down) {
+    if (byte == 255) return 0x7fc0u;
+    return static_cast<uint16_t>(byte > down ? (byte - down) << 7 : 0x40u >> (down - byte));
+}
+
+// Computed once: the compiler would do it again at every use.
+__device__ __forceinline__ const uint8_t* opaque(const uint8_t* pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
+}
+
 // Three warps: the scale bytes of a step -> shared.shifts, by how many binades they are below the column's largest.
 // Warp `first` of them does every third step. The loads of a step are under way while the warp waits for its stage;
 // scales that are not aligned to four bytes (kAligned = false: K no multiple of 128) are loaded byte by byte after it.
@@ -182,9 +202,10 @@ __device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Param
     Ring ring;
     for (int i = 0; i < first; ++i) ring.advance();
     bool fresh = true;
-    int row = 0, num_valid = 0, num_rows = 0, first_column = 0;
-    int64_t first_row = 0;
-    uint32_t largest = 0;  // byte i: of column lane + 32 i
+    const int groups = p.k / 32, stride = 32 * groups;  // from column to column of a lane
+    const uint8_t* scales = nullptr;                    // of column `lane`
+    int num_valid = 0;
+    uint32_t from = 0;  // byte i: 8 times the largest scale byte of column lane + 32 i, modulo 128, and the top bit
     for (;; step += kWarps) {
         for (; step >= num_steps; step -= num_steps) tile = dealt(++round), fresh = true;
         Stage& stage = ring.stage(shared);
@@ -194,66 +215,62 @@ __device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Param
             ptx::mbarrier_arrive(ptx::smem_address(&stage.full));
             return;
         }
+        const uint32_t empty = ptx::smem_address(&stage.empty);
         if (fresh) {
             fresh = false;
             const Work work = find_work(shared, p, tile, static_cast<int>(ptx::cluster_rank()));
-            first_row = work.first_row;
-            num_rows = work.num_rows;
-            first_column = work.first_column;
-            row = work.expert * p.num_out + work.first_column + lane;  // E * O <= 2^30
-            num_valid = p.num_out - work.first_column - lane;          // column lane + 32 i exists: 32 i < num_valid
-            largest = 0;
+            const int row = work.expert * p.num_out + work.first_column + lane;  // E * O <= 2^30
+            num_valid = p.num_out - work.first_column - lane;                    // column lane + 32 i exists: 32 i < num_valid
+            scales = opaque(p.weight_scale + static_cast<int64_t>(row) * groups);
+            uint32_t largest = 0;  // byte i: of column lane + 32 i
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i)
                 if (32 * i < num_valid) largest |= static_cast<uint32_t>(p.weight_row[row + 32 * i]) << (8 * i);
+            from = (largest << 3 & 0x78787878u) | 0x80808080u;
+            if (step == 0) {
+                uint32_t exponents[kMaxRows / 32] = {};
+#pragma unroll
+                for (int i = 0; i < kMaxRows / 32; ++i)
+                    if (lane + 32 * i < work.num_rows) exponents[i] = float_bits(p.row_scale[work.first_row + lane + 32 * i]);
+                ptx::mbarrier_wait(empty, ring.phase ^ 1);
+                TileInfo& info = shared.info[round % kInfos];
+                if (lane == 0) {
+                    info.first_row = work.first_row;
+                    info.num_rows = work.num_rows;
+                    info.width = work.width;
+                    info.first_column = work.first_column;
+                    info.has_next = dealt(round + 1) < shared.num_tiles;
+                }
+#pragma unroll
+                for (int i = 0; i < kMaxRows / 32; ++i) info.rows[lane + 32 * i] = power_of_two(exponents[i] >> 23, 0);
+#pragma unroll
+                for (int i = 0; i < kPerLane; ++i) info.columns[lane + 32 * i] = power_of_two(largest >> (8 * i) & 0xffu, 6);
+            }
         }
-        const int groups = p.k / 32;
-        const int64_t stride = 32 * static_cast<int64_t>(groups);  // from column to column of a lane
-        const uint8_t* bytes = p.weight_scale + static_cast<int64_t>(row) * groups + 4 * step;
+        const uint8_t* bytes = scales + 4 * step;
         uint32_t words[kPerLane] = {};
         if (kAligned && 4 * step < groups) {
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i)
-                if (32 * i < num_valid) words[i] = *reinterpret_cast<const uint32_t*>(bytes + i * stride);
+                if (32 * i < num_valid) words[i] = *reinterpret_cast<const uint32_t*>(bytes + i * static_cast<int64_t>(stride));
         }
-        uint32_t exponents[kMaxRows / 32] = {};
-        if (step == 0) {
-#pragma unroll
-            for (int i = 0; i < kMaxRows / 32; ++i)
-                if (lane + 32 * i < num_rows) exponents[i] = float_bits(p.row_scale[first_row + lane + 32 * i]);
-        }
-        ptx::mbarrier_wait(ptx::smem_address(&stage.empty), ring.phase ^ 1);
-        if (step == 0) {
-            TileInfo& info = shared.info[round % kInfos];
-            if (lane == 0) {
-                info.first_row = first_row;
-                info.num_rows = num_rows;
-                info.width = align_up(num_rows, kRowStep);
-                info.first_column = first_column;
-                info.has_next = dealt(round + 1) < shared.num_tiles;
-            }
-#pragma unroll
-            for (int i = 0; i < kMaxRows / 32; ++i) info.rows[lane + 32 * i] = static_cast<uint8_t>(exponents[i] >> 23);
-#pragma unroll
-            for (int i = 0; i < kPerLane; ++i) info.columns[lane + 32 * i] = static_cast<uint8_t>(largest >> (8 * i));
-        }
+        ptx::mbarrier_wait(empty, ring.phase ^ 1);
         if (kAligned) {
 #pragma unroll
-            for (int i = 0; i < kPerLane; ++i)
-                stage.shifts[lane + 32 * i] =
-                    __vminu4(__vsub4(__byte_perm(largest, 0, 0x1111u * i), words[i]), 0x0f0f0f0fu) << 3;
+            for (int i = 0; i < kPerLane; ++i) {  // modulo 16, byte by byte: no borrow crosses
+                stage.shifts[lane + 32 * i] = (__byte_perm(from, 0, 0x1111u * i) - (words[i] << 3 & 0x78787878u)) & 0x78787878u;
+            }
         } else {
 #pragma unroll 1
             for (int i = 0; i < 4 * kPerLane; ++i) {  // column i / 4, group i % 4
                 const bool exists = 32 * (i / 4) < num_valid && 4 * step + i % 4 < groups;
-                const uint32_t byte = exists ? bytes[i / 4 * stride + i % 4] : 0;
+                const uint32_t byte = exists ? bytes[i / 4 * static_cast<int64_t>(stride) + i % 4] : 0;
                 reinterpret_cast<uint8_t*>(&stage.shifts[lane + i / 4 * 32])[i % 4] =
-                    static_cast<uint8_t>(8 * min((largest >> (i / 4 * 8) & 0xffu) - byte, 15u));
+                    static_cast<uint8_t>(((from >> (i / 4 * 8)) - 8 * byte) & 0x78u);
             }
         }
         ptx::mbarrier_arrive(ptx::smem_address(&stage.full));
-#pragma unroll 1
-        for (int i = 0; i < kWarps; ++i) ring.advance();
+        ring.advance<kWarps>();
     }
 }
 
@@ -377,6 +394,15 @@ __device__ __forceinline__ void arrive_in_block(uint32_t barrier) {
 #endif
 }
 
+// st.global.v4: the compiler would split it
+__device__ __forceinline__ void store_global(void* address, const uint4& v) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#else
+    *static_cast<uint4*>(address) = v;
+#endif
+}
+
 struct Consumer {
     SharedStorage& shared;
     const GroupedGemmSm90Params& p;
@@ -463,51 +489,47 @@ struct Consumer {
         following.advance();
     }
 
-    // Sums of the kN rows from `first` -> bf16 -> [row][64 columns] in shared memory -> scaled -> global.
+    // Sums of the kN rows from `first` -> bf16 -> scaled -> [row][64 columns] in shared memory -> global.
     template <int kN>
     __device__ __forceinline__ void store(const TileInfo& info, int first, const float* sums) {
         const int warp = thread / 32, lane = thread % 32;
         uint8_t* staged = shared.staged[group];
-        ptx::named_barrier_sync(1 + group, 128);  // the warpgroup has read the previous half
+        const uint16_t* columns = info.columns + group * 64 + warp * 16 + lane / 4;  // of this thread: this one and 8 on
+        const uint32_t factors[2] = {columns[0] * 0x10001u, columns[8] * 0x10001u};
+        uint32_t scales[kN / 8];  // of two rows each
+#pragma unroll
+        for (int n = 0; n < kN / 8; ++n)
+            scales[n] = *reinterpret_cast<const uint32_t*>(info.rows + first + n * 8 + lane % 4 * 2);
+        const int num_rows = min(info.num_rows - first, kN) - thread / 8;  // from this thread's first one
+        const int column = info.first_column + group * 64 + thread % 8 * 8;
+        uint8_t* out = reinterpret_cast<uint8_t*>(p.out + (info.first_row + first + thread / 8) * p.num_out + column);
+        const uint8_t* own = staged + thread / 8 * 128 + (thread % 8 ^ (thread / 8 % 8)) * 16;  // what it stores
         const uint32_t base = ptx::smem_address(staged) + ((lane / 16) * 8 + lane % 8) * 128 +
                               ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
+        ptx::named_barrier_sync(1 + group, 128);  // the warpgroup has read the previous half
 #pragma unroll
         for (int n = 0; n < kN / 8; n += 2) {  // matrices: columns 0..7 and 8..15 of rows 8n.., then of rows 8n + 8..
-            const bool pair = n + 1 < kN / 8;  // else the second ones are of no row
-            ptx::stmatrix_x4_trans(base + n * 8 * 128, ptx::pack_bf16x2(sums[4 * n], sums[4 * n + 1]),
-                                   ptx::pack_bf16x2(sums[4 * n + 2], sums[4 * n + 3]),
-                                   pair ? ptx::pack_bf16x2(sums[pair ? 4 * n + 4 : 0], sums[pair ? 4 * n + 5 : 0]) : 0,
-                                   pair ? ptx::pack_bf16x2(sums[pair ? 4 * n + 6 : 0], sums[pair ? 4 * n + 7 : 0]) : 0);
+            uint32_t v[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (n + i / 2 < kN / 8) {
+                    const float* pair = sums + 4 * n + 2 * i;
+                    v[i] = bf16x2_product(bf16x2_product(ptx::pack_bf16x2(pair[0], pair[1]), factors[i % 2]), scales[n + i / 2]);
+                }
+            ptx::stmatrix_x4_trans(base + n * 8 * 128, v[0], v[1], v[2], v[3]);
         }
         ptx::named_barrier_sync(1 + group, 128);
-        const int chunk = thread % 8, column = info.first_column + group * 64 + chunk * 8;
         if (column >= p.num_out) return;
-        const uint2 columns = *reinterpret_cast<const uint2*>(info.columns + group * 64 + chunk * 8);
-        uint32_t factors[4];  // 2^(byte - 127 - 6) of the eight columns, bf16 pairs
+        constexpr int kTimes = (kN + 8) / 16;
+        uint4 values[kTimes];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint32_t pair = (i < 2 ? columns.x : columns.y) >> (16 * (i % 2));
-            factors[i] = column_factor(pair & 0xffu) | column_factor(pair >> 8 & 0xffu) << 16;
-        }
+        for (int i = 0; i < kTimes; ++i) values[i] = *reinterpret_cast<const uint4*>(own + 16 * i * 128);
+        const uint32_t stride = 32 * static_cast<uint32_t>(p.num_out);  // bytes from row to row of this thread
 #pragma unroll
-        for (int i = 0; i < (kN + 8) / 16; ++i) {
-            const int row = thread / 8 + 16 * i;
-            if (row >= kN || first + row >= info.num_rows) break;
-            const uint32_t byte = info.rows[first + row], bits = byte == 255 ? 0x7fc0u : (byte ? byte << 7 : 0x40u);
-            const uint32_t scale = bits | bits << 16;
-            uint4 v = *reinterpret_cast<const uint4*>(staged + row * 128 + (chunk ^ (row % 8)) * 16);
-            v.x = bf16x2_product(bf16x2_product(v.x, factors[0]), scale);
-            v.y = bf16x2_product(bf16x2_product(v.y, factors[1]), scale);
-            v.z = bf16x2_product(bf16x2_product(v.z, factors[2]), scale);
-            v.w = bf16x2_product(bf16x2_product(v.w, factors[3]), scale);
-            *reinterpret_cast<uint4*>(p.out + (info.first_row + first + row) * p.num_out + column) = v;
+        for (int i = 0; i < kTimes; ++i) {
+            if (16 * i < num_rows) store_global(out, values[i]);
+            out += stride;
         }
-    }
-
-    // bf16 bits of 2^(byte - 133); byte 255 is NaN
-    static __device__ __forceinline__ uint32_t column_factor(uint32_t byte) {
-        if (byte == 255) return 0x7fc0u;
-        return byte > 6 ? (byte - 6) << 7 : 1u << byte;
     }
 
     // One tile of kHalves * kN rows
@@ -596,6 +618,8 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
         ptx::fence_mbarrier_init();
     }
     if (thread >= 32 && thread < 48) shared.magnitudes[thread - 32] = magnitude_bytes(thread - 32);
+    for (int i = thread; i < kStages * kColumns; i += kThreads)  // a stage that was never filled may be read: its shifts are offsets
+        shared.stages[i / kColumns].shifts[i % kColumns] = 0;
     Scheduler::build(shared.tiles, params.offsets, params.num_experts);
     const int num_tiles = Scheduler::num_tiles(shared.tiles, params.num_experts, params.num_out);
     if (thread == 0) shared.num_tiles = num_tiles;
