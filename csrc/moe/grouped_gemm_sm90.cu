@@ -191,6 +191,11 @@ __device__ __forceinline__ const uint8_t* opaque(const uint8_t* pointer) {
     return pointer;
 }
 
+__device__ __forceinline__ uint32_t opaque(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // Three warps: the scale bytes of a step -> shared.shifts, by how many binades they are below the column's largest.
 // Warp `first` of them does every third step. The loads of a step are under way while the warp waits for its stage;
 // scales that are not aligned to four bytes (kAligned = false: K no multiple of 128) are loaded byte by byte after it.
@@ -403,6 +408,31 @@ __device__ __forceinline__ void store_global(void* address, const uint4& v) {
 #endif
 }
 
+// ld.shared by address: of a register, a uniform register and a constant, without an instruction to add them
+__device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
+    uint32_t v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint4 load_shared_vector(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}
+
+// Shared-memory addresses of a thread in stage 0: its first row of the weights, the barriers (empty: of block lane % 2)
+struct Lane {
+    uint32_t codes, shifts, full, empty;
+    __device__ __forceinline__ Lane(const SharedStorage& shared, int consumer_thread) {
+        const uint32_t base = ptx::smem_address(shared.stages);
+        const int place = (consumer_thread / 32 * 16 + consumer_thread % 32 / 4) * 4 + consumer_thread % 4;
+        codes = opaque(base + static_cast<uint32_t>(offsetof(Stage, codes)) + place * 16);
+        shifts = opaque(base + static_cast<uint32_t>(offsetof(Stage, shifts)) + place);
+        full = opaque(base + static_cast<uint32_t>(offsetof(Stage, full)));
+        empty = ptx::map_to_rank(base + static_cast<uint32_t>(offsetof(Stage, empty)), consumer_thread % kCluster);
+    }
+};
+
 struct Consumer {
     SharedStorage& shared;
     const GroupedGemmSm90Params& p;
@@ -421,17 +451,17 @@ struct Consumer {
         group = static_cast<int>(number) / 128 - 1;
     }
 
-    // Row r of a stage's weights (RawWeights); `row` and `t` are of this thread, as below
-    __device__ __forceinline__ RawWeights read_row(uint32_t offset, int row, int t, int r) const {
-        const uint8_t* stage = reinterpret_cast<const uint8_t*>(shared.stages) + offset;
-        const uint8_t* codes = stage + offsetof(Stage, codes) + (row + 8 * r) * (kBlockK / 2) + t * 16;
-        const uint8_t shift = stage[offsetof(Stage, shifts) + (row + 8 * r) * 4 + t];
-        return {*reinterpret_cast<const uint4*>(codes),
-                *reinterpret_cast<const uint2*>(reinterpret_cast<const uint8_t*>(shared.magnitudes) + shift)};
+    // Row r of the weights of the stage at `offset`
+    __device__ __forceinline__ RawWeights read_row(uint32_t offset, const Lane& lane, int r) const {
+        RawWeights raw;
+        const uint32_t shift = load_shared_byte(lane.shifts + offset + r * 8 * 4);
+        raw.codes = load_shared_vector(lane.codes + offset + r * 8 * (kBlockK / 2));
+        raw.magnitudes = *reinterpret_cast<const uint2*>(reinterpret_cast<const uint8_t*>(shared.magnitudes) + shift);
+        return raw;
     }
 
-    __device__ __forceinline__ void wait_following() const {
-        ptx::mbarrier_wait(ptx::smem_address(&following.stage(shared).full), following.phase);
+    __device__ __forceinline__ void wait_following(const Lane& lane) const {
+        ptx::mbarrier_wait(lane.full + following.offset, following.phase);
     }
 
     __device__ __forceinline__ void advance() {
@@ -443,7 +473,7 @@ struct Consumer {
     // One step: multiply each half of the rows with the fragments `a`; while the tensor cores do it, expand the next step's
     // into `b`. `raw` holds the next step's row 0 at the beginning and the one after the next's at the end.
     template <int kN, int kHalves>
-    __device__ __forceinline__ void run_step(bool never, int row, int t, uint32_t release, uint32_t (&a)[4][4],
+    __device__ __forceinline__ void run_step(bool never, const Lane& lane, uint32_t (&a)[4][4],
                                              uint32_t (&b)[4][4], RawWeights& raw, float (&part)[kN / 2],
                                              float (&sums)[kHalves][kN / 2]) {
         const uint64_t descriptor = smem_descriptor_k128(ptx::smem_address(shared.stages)) + (now >> 4);
@@ -457,7 +487,7 @@ struct Consumer {
             wgmma_commit();
             if (!never) {  // always: the branch keeps ptxas from moving the expansion behind the wait
                 if (kHalves == 1) {
-                    const RawWeights other = read_row(next, row, t, 1);
+                    const RawWeights other = read_row(next, lane, 1);
                     expand_row(raw, 0, b);
                     expand_row(other, 1, b);
                 } else {
@@ -465,12 +495,12 @@ struct Consumer {
                 }
 #pragma unroll
                 for (int j = 0; j < 4; ++j) fence_registers(b[j]);
-                if (last) wait_following();
-                raw = read_row(last ? following.offset : next, row, t, last ? 0 : 1);
+                if (last) wait_following(lane);
+                raw = read_row(last ? following.offset : next, lane, last ? 0 : 1);
             }
             wgmma_wait<0>();
             fence_registers(part);
-            if (last && thread % 32 < kCluster) arrive_in_block(release + now);  // done with the stage, in both blocks
+            if (last && thread % 32 < kCluster) arrive_in_block(lane.empty + now);  // done with the stage, in both blocks
 #pragma unroll
             for (int i = 0; i < kN / 2; ++i) sums[half][i] += part[i];
         }
@@ -479,13 +509,13 @@ struct Consumer {
 
     // The fragments of the first step of all, and what row 0 of the second's are expanded from
     __device__ __forceinline__ void begin(uint32_t (&a)[4][4], RawWeights& raw) {
-        const int row = group * 64 + thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
-        wait_following();
+        const Lane lane(shared, group * 128 + thread);
+        wait_following(lane);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) expand_row(read_row(0, row, t, r), r, a);
+        for (int r = 0; r < 2; ++r) expand_row(read_row(0, lane, r), r, a);
         following.advance();
-        wait_following();
-        raw = read_row(next, row, t, 0);
+        wait_following(lane);
+        raw = read_row(next, lane, 0);
         following.advance();
     }
 
@@ -546,12 +576,11 @@ struct Consumer {
             for (int half = 0; half < kHalves; ++half) sums[half][i] = 0.0f;
         }
         reload_thread();
-        const int row = group * 64 + thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
-        const uint32_t release = ptx::map_to_rank(ptx::smem_address(&shared.stages[0].empty), thread % kCluster);
+        const Lane lane(shared, group * 128 + thread);
         for (int step = 0; step < num_steps; step += 2) {
             uint32_t b[4][4];
-            run_step<kN, kHalves>(never, row, t, release, a, b, raw, part, sums);
-            run_step<kN, kHalves>(never, row, t, release, b, a, raw, part, sums);
+            run_step<kN, kHalves>(never, lane, a, b, raw, part, sums);
+            run_step<kN, kHalves>(never, lane, b, a, raw, part, sums);
         }
         reload_thread();
         constexpr int kStores = kHalves * kN > kStoreRows ? 2 : 1, kRows = kHalves * kN / kStores;
