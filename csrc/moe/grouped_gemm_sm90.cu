@@ -17,9 +17,9 @@
 //     have about 14 bits, to fp32 sums (promotion every 128). The other warpgroup's wgmma run meanwhile.
 //     (the first stage of the next tile during the last one of this)
 //
-// What limits it: an SM sub-partition issues one instruction a cycle, and a wgmma that reads its accumulators takes that
-// slot too (measured: three of the four of a chain do). The fourth's slots are just enough for the promotion; every
-// other instruction adds a cycle. Hence wide tiles and long N (expansion and loop cost the same for any number of rows),
+// What limits it, as measured: a sub-partition of the SM takes as many cycles as it issues instructions, of any kind, plus
+// three quarters of the wgmma's own (as if one that reads its accumulators took the issue slots; the first of a chain of
+// four does not). The promotion fills the fourth quarter; every other instruction adds a cycle. Hence wide tiles and long N (expansion and loop cost the same for any number of rows),
 // two steps for each turn of the loop, everything of a stage at one address, no turns and no barriers between the
 // warpgroups, and few instructions in the warps that convert scales. Registers set the limit of the width: 224 rows
 // are 112 fp32 sums, 56 of the tensor core and 32 of fragments; one chain of 176 rows 88, 88 and 32.
@@ -122,7 +122,9 @@ __device__ __forceinline__ Work find_work(const SharedStorage& shared, const Gro
 }
 
 // Steps of a tile, an even number. Those past K multiply zeros.
-__device__ __forceinline__ int steps_of(const GroupedGemmSm90Params& p) { return max(align_up(ceil_div(p.k, kBlockK), 2), kMinSteps); }
+__device__ __forceinline__ int steps_of(const GroupedGemmSm90Params& p) {
+    return max(align_up(ceil_div(p.k, kBlockK), 2), kMinSteps);
+}
 
 // This cluster's tile of a round. The registers are read where they are wanted, not kept.
 __device__ __forceinline__ int dealt(int round) {
@@ -207,8 +209,9 @@ __device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Param
     Ring ring;
     for (int i = 0; i < first; ++i) ring.advance();
     bool fresh = true;
-    const int groups = p.k / 32, stride = 32 * groups;  // from column to column of a lane
-    const uint8_t* scales = nullptr;                    // of column `lane`
+    const int groups = p.k / 32;
+    const int64_t stride = 32 * static_cast<int64_t>(groups);  // from column to column of a lane
+    const uint8_t* scales = nullptr;                           // of column `lane`
     int num_valid = 0;
     uint32_t from = 0;  // byte i: 8 times the largest scale byte of column lane + 32 i, modulo 128, and the top bit
     for (;; step += kWarps) {
@@ -257,19 +260,20 @@ __device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Param
         if (kAligned && 4 * step < groups) {
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i)
-                if (32 * i < num_valid) words[i] = *reinterpret_cast<const uint32_t*>(bytes + i * static_cast<int64_t>(stride));
+                if (32 * i < num_valid) words[i] = *reinterpret_cast<const uint32_t*>(bytes + i * stride);
         }
         ptx::mbarrier_wait(empty, ring.phase ^ 1);
         if (kAligned) {
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i) {  // modulo 16, byte by byte: no borrow crosses
-                stage.shifts[lane + 32 * i] = (__byte_perm(from, 0, 0x1111u * i) - (words[i] << 3 & 0x78787878u)) & 0x78787878u;
+                stage.shifts[lane + 32 * i] =
+                    (__byte_perm(from, 0, 0x1111u * i) - (words[i] << 3 & 0x78787878u)) & 0x78787878u;
             }
         } else {
 #pragma unroll 1
             for (int i = 0; i < 4 * kPerLane; ++i) {  // column i / 4, group i % 4
                 const bool exists = 32 * (i / 4) < num_valid && 4 * step + i % 4 < groups;
-                const uint32_t byte = exists ? bytes[i / 4 * static_cast<int64_t>(stride) + i % 4] : 0;
+                const uint32_t byte = exists ? bytes[i / 4 * stride + i % 4] : 0;
                 reinterpret_cast<uint8_t*>(&stage.shifts[lane + i / 4 * 32])[i % 4] =
                     static_cast<uint8_t>(((from >> (i / 4 * 8)) - 8 * byte) & 0x78u);
             }
@@ -416,7 +420,10 @@ __device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
 }
 __device__ __forceinline__ uint4 load_shared_vector(uint32_t address) {
     uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
     return v;
 }
 
@@ -543,8 +550,8 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (n + i / 2 < kN / 8) {
-                    const float* pair = sums + 4 * n + 2 * i;
-                    v[i] = bf16x2_product(bf16x2_product(ptx::pack_bf16x2(pair[0], pair[1]), factors[i % 2]), scales[n + i / 2]);
+                    const uint32_t pair = ptx::pack_bf16x2(sums[4 * n + 2 * i], sums[4 * n + 2 * i + 1]);
+                    v[i] = bf16x2_product(bf16x2_product(pair, factors[i % 2]), scales[n + i / 2]);
                 }
             ptx::stmatrix_x4_trans(base + n * 8 * 128, v[0], v[1], v[2], v[3]);
         }
@@ -647,7 +654,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
         ptx::fence_mbarrier_init();
     }
     if (thread >= 32 && thread < 48) shared.magnitudes[thread - 32] = magnitude_bytes(thread - 32);
-    for (int i = thread; i < kStages * kColumns; i += kThreads)  // a stage that was never filled may be read: its shifts are offsets
+    for (int i = thread; i < kStages * kColumns; i += kThreads)  // a stage that was never filled is read, as addresses
         shared.stages[i / kColumns].shifts[i % kColumns] = 0;
     Scheduler::build(shared.tiles, params.offsets, params.num_experts);
     const int num_tiles = Scheduler::num_tiles(shared.tiles, params.num_experts, params.num_out);
