@@ -18,11 +18,12 @@
 //     (the first stage of the next tile during the last one of this)
 //
 // What limits it, as measured: a sub-partition of the SM takes as many cycles as it issues instructions, of any kind, plus
-// three quarters of the wgmma's own (as if one that reads its accumulators took the issue slots; the first of a chain of
-// four does not). The promotion fills the fourth quarter; every other instruction adds a cycle. Hence wide tiles and long N (expansion and loop cost the same for any number of rows),
-// two steps for each turn of the loop, everything of a stage at one address, no turns and no barriers between the
-// warpgroups, and few instructions in the warps that convert scales. Registers set the limit of the width: 224 rows
-// are 112 fp32 sums, 56 of the tensor core and 32 of fragments; one chain of 176 rows 88, 88 and 32.
+// three quarters of the wgmma's own (as if a wgmma that reads its accumulators took the issue slots; the first of a chain
+// of four does not). The promotion fills the fourth quarter, every other instruction adds a cycle. Hence wide tiles and
+// long N (expansion and loop cost the same for any number of rows), two steps for each turn of the loop, everything of a
+// stage at one address, no turns and no barriers between the warpgroups, and few instructions in the warps that convert
+// scales. Registers set the limit of the width: 224 rows are 112 fp32 sums, 56 of the tensor core and 32 of fragments;
+// one chain of 176 rows 88, 88 and 32.
 //
 // Lane t of a quad owns scale group t of the 128 columns, 16 bytes per weight row: word j of them is its part of the
 // j-th wgmma. Expansion is a byte look-up (prmt) in the eight magnitudes of the group's scale, then the signs.
