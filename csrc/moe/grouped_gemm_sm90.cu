@@ -11,22 +11,30 @@
 // by TMA and multicasts. Block roles (384 threads):
 //   warp 0       TMA into a ring of five stages of 128 columns of K: rows (128-byte swizzle) and packed weights
 //   warps 1..3   the scale bytes of a stage, as distances to the column's largest, and what the epilogue wants to know
-//   warpgroups 1, 2 (64 columns each)   per stage, for each half of a tile wider than 128 rows (else once):
-//     in turns: four wgmma m64nNk32 on the fragments of this stage
-//     in the other's turn: add the tensor core's sums, which have about 14 bits, to fp32 sums (promotion every 128),
-//     and expand the next stage's weights, the first two fragments as soon as their wgmma are through
+//   warpgroups 1, 2 (64 columns each)   per stage, for each half of a tile wider than 176 rows (else once):
+//     issue four wgmma m64nNk32 on the fragments of this stage; while they run, expand the next stage's weights into the
+//     other set of fragments and read what the ones after that are expanded from; then add the tensor core's sums, which
+//     have about 14 bits, to fp32 sums (promotion every 128). The other warpgroup's wgmma run meanwhile.
 //     (the first stage of the next tile during the last one of this)
-// Wide tiles because the expansion costs the same for any number of rows: one turn of 112 rows is 224 tensor cycles, the
-// other work about 160 issue cycles. Registers set the limit: 224 rows are 112 fp32 sums and 56 of the tensor core.
+//
+// What limits it, as measured: a sub-partition of the SM takes as many cycles as it issues instructions, of any kind, plus
+// three quarters of the wgmma's own (as if a wgmma that reads its accumulators took the issue slots; the first of a chain
+// of four does not). The promotion fills the fourth quarter, every other instruction adds a cycle. Hence wide tiles and
+// long N (expansion and loop cost the same for any number of rows), two steps for each turn of the loop, everything of a
+// stage at one address, no turns and no barriers between the warpgroups, and few instructions in the warps that convert
+// scales. Registers set the limit of the width: 224 rows are 112 fp32 sums, 56 of the tensor core and 32 of fragments;
+// one chain of 176 rows 88, 88 and 32.
+//
 // Lane t of a quad owns scale group t of the 128 columns, 16 bytes per weight row: word j of them is its part of the
 // j-th wgmma. Expansion is a byte look-up (prmt) in the eight magnitudes of the group's scale, then the signs.
-// Epilogue by halves: sums -> bf16 -> stmatrix transposed to [row][column] -> scales -> 16-byte stores of rows that exist.
+// Epilogue by halves: sums -> bf16 -> scales -> stmatrix transposed to [row][column] -> 16-byte stores of rows that exist.
 //
 // Tiles are dealt by descending width, back and forth (scheduler.cuh): all clusters get about the same work.
 //
 // Barriers: full[s] counts the block's own producer (with all bytes of both halves) and a scale warp; empty[s] counts one
-// arrival per consumer warp of both blocks, because a stage is overwritten in both at once.
-// Shared memory 226 KiB: ring 5 x (28 + 8.5), output tiles 2 x 16, tiles 11. Registers 232 x 256 + 40 x 128.
+// arrival per consumer warp of both blocks, because a stage is overwritten in both at once. Consumers wait two stages
+// ahead, also past the last tile: there the producer and a scale warp arrive without having brought anything.
+// Shared memory 226 KiB: ring 5 x 37, output tiles 2 x 14, tiles 10, infos 3. Registers 232 x 256 + 40 x 128.
 // SASS: QGMMA
 // Limits: E <= 1024, K and O multiples of 32. Rows at or past offsets[E] are never written.
 #include "common/launch.h"
@@ -43,14 +51,13 @@ namespace {
 constexpr int kCluster = 2;
 constexpr int kColumns = 128;                       // output columns of a block
 constexpr int kMaxRows = 224;                       // rows of a tile
-constexpr int kHalfRows = 128;                      // wider tiles are multiplied and stored in two halves
+constexpr int kStoreRows = 112;                     // of a tile, staged at a time: wider ones are stored in two halves
 constexpr int kBlockK = 128;
 constexpr int kStages = 5;
 constexpr int kConsumers = 2;                       // warpgroups
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kRowStep = 16;                        // the width of a tile is a multiple of it
 constexpr int kNumWidths = kMaxRows / kRowStep;
-constexpr int kStageBytes = kMaxRows * kBlockK;
 constexpr int kCodeBytes = kColumns * kBlockK / 2;  // FP4 weights of a stage
 constexpr int kFullArrivals = 1 + 32;               // the producer and a warp of convert_scales
 constexpr int kEmptyArrivals = kCluster * kConsumers * 4;
@@ -64,22 +71,27 @@ struct alignas(16) TileInfo {
     int64_t first_row;
     int num_rows, width, first_column;
     int has_next;
-    uint8_t rows[kMaxRows];     // scale bytes of the rows, 255 = NaN
-    uint8_t columns[kColumns];  // largest scale bytes of the columns
+    uint16_t rows[kMaxRows];     // scales of the rows, bf16
+    uint16_t columns[kColumns];  // scales of the columns, 2^(largest byte - 127 - 6), bf16
 };
 // It is written when the stage of the tile's first step is empty: the consumers are then past the epilogue of kInfos tiles
 // before, if a tile has at least kMinSteps steps.
 constexpr int kInfos = 4, kMinSteps = 2;
+constexpr int kAhead = 2;  // stages that the consumers wait for past the last step of all; nothing is in them
 static_assert((kInfos - 1) * kMinSteps >= kStages, "a TileInfo is overwritten too early");
 
+// Everything of a stage at one distance from stage 0: the loop needs a single address for all of it.
+struct Stage {
+    alignas(1024) uint8_t rows[kMaxRows * kBlockK];  // [rows][128], 128-byte swizzle
+    alignas(128) uint8_t codes[kCodeBytes];          // [column][64 bytes of FP4]
+    uint32_t shifts[kColumns];  // byte g: 8 times the binades of group g below the column's largest, modulo 16
+    uint64_t full, empty;
+};
+
 struct SharedStorage {
-    alignas(1024) uint8_t ring[kStages][kStageBytes];          // [rows][128], 128-byte swizzle
-    alignas(1024) uint8_t staged[kConsumers][kHalfRows * 128];  // [row][64 columns bf16]; chunk c of row r at c ^ (r % 8)
-    alignas(128) uint8_t codes[kStages][kCodeBytes];            // [column][64 bytes of FP4]
-    alignas(128) uint32_t shifts[kStages][kColumns];            // byte g: binades of group g below the column's largest
+    Stage stages[kStages];
+    alignas(1024) uint8_t staged[kConsumers][kStoreRows * 128];  // [row][64 columns bf16]; chunk c of row r at c ^ (r % 8)
     alignas(16) uint2 magnitudes[16];  // [d]: E4M3 bytes of 0 .5 1 1.5 2 3 4 6 times 2^(6 - d), d = 15: zeros
-    alignas(8) uint64_t full[kStages];
-    alignas(8) uint64_t empty[kStages];
     Scheduler::Storage tiles;
     int num_tiles;
     TileInfo info[kInfos];  // of the cluster's tile of round r: r % kInfos
@@ -110,8 +122,10 @@ __device__ __forceinline__ Work find_work(const SharedStorage& shared, const Gro
             t.first_column + rank * kColumns};
 }
 
-// Steps of a tile. One past K multiplies zeros.
-__device__ __forceinline__ int steps_of(const GroupedGemmSm90Params& p) { return max(ceil_div(p.k, kBlockK), kMinSteps); }
+// Steps of a tile, an even number. Those past K multiply zeros.
+__device__ __forceinline__ int steps_of(const GroupedGemmSm90Params& p) {
+    return max(align_up(ceil_div(p.k, kBlockK), 2), kMinSteps);
+}
 
 // This cluster's tile of a round. The registers are read where they are wanted, not kept.
 __device__ __forceinline__ int dealt(int round) {
@@ -124,10 +138,16 @@ __device__ __forceinline__ int dealt(int round) {
 }
 
 struct Ring {
-    int stage = 0;
+    uint32_t offset = 0;  // of the stage, in bytes from the first
     uint32_t phase = 0;
+    template <int kBy = 1>
     __device__ __forceinline__ void advance() {
-        if (++stage == kStages) stage = 0, phase ^= 1;
+        offset += kBy * sizeof(Stage);
+        if (kBy == 1 ? offset == kStages * sizeof(Stage) : offset >= kStages * sizeof(Stage))
+            offset -= kStages * sizeof(Stage), phase ^= 1;
+    }
+    __device__ __forceinline__ Stage& stage(SharedStorage& shared) const {
+        return *reinterpret_cast<Stage*>(reinterpret_cast<uint8_t*>(shared.stages) + offset);
     }
 };
 
@@ -146,14 +166,37 @@ __device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, c
         const int y = static_cast<int>(work.first_row) + rank * half;
         const int column = work.expert * p.num_out + work.first_column;  // E * O <= 2^30
         for (int step = 0; step < num_steps; ++step, ring.advance()) {
-            ptx::mbarrier_wait(ptx::smem_address(&shared.empty[ring.stage]), ring.phase ^ 1);
-            const uint32_t full = ptx::smem_address(&shared.full[ring.stage]);
+            Stage& stage = ring.stage(shared);
+            ptx::mbarrier_wait(ptx::smem_address(&stage.empty), ring.phase ^ 1);
+            const uint32_t full = ptx::smem_address(&stage.full);
             ptx::mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(work.width * kBlockK + kCodeBytes));
-            ptx::tma_load_2d(ptx::smem_address(shared.codes[ring.stage]), &maps.codes, full, step * (kBlockK / 2), column);
-            const uint32_t target = ptx::smem_address(shared.ring[ring.stage]) + rank * half * kBlockK;
+            ptx::tma_load_2d(ptx::smem_address(stage.codes), &maps.codes, full, step * (kBlockK / 2), column);
+            const uint32_t target = ptx::smem_address(stage.rows) + rank * half * kBlockK;
             ptx::tma_load_2d_multicast(target, map, full, step * kBlockK, y, 0x3);
         }
     }
+    for (int i = 0; i < kAhead; ++i, ring.advance()) {
+        Stage& stage = ring.stage(shared);
+        ptx::mbarrier_wait(ptx::smem_address(&stage.empty), ring.phase ^ 1);
+        ptx::mbarrier_arrive(ptx::smem_address(&stage.full));
+    }
+}
+
+// bf16 bits of 2^(byte - 127 - down), down = 0 or 6; byte 255 is NaN
+__device__ __forceinline__ uint16_t power_of_two(uint32_t byte, uint32_t down) {
+    if (byte == 255) return 0x7fc0u;
+    return static_cast<uint16_t>(byte > down ? (byte - down) << 7 : 0x40u >> (down - byte));
+}
+
+// Computed once: the compiler would do it again at every use.
+__device__ __forceinline__ const uint8_t* opaque(const uint8_t* pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
+}
+
+__device__ __forceinline__ uint32_t opaque(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
 }
 
 // Three warps: the scale bytes of a step -> shared.shifts, by how many binades they are below the column's largest.
@@ -164,74 +207,80 @@ __device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Param
     constexpr int kWarps = 3, kPerLane = kColumns / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     int round = 0, tile = dealt(round), step = first;
-    Ring ring{first, 0};
+    Ring ring;
+    for (int i = 0; i < first; ++i) ring.advance();
     bool fresh = true;
-    int row = 0, num_valid = 0, num_rows = 0, first_column = 0;
-    int64_t first_row = 0;
-    uint32_t largest = 0;  // byte i: of column lane + 32 i
+    const int groups = p.k / 32;
+    const int64_t stride = 32 * static_cast<int64_t>(groups);  // from column to column of a lane
+    const uint8_t* scales = nullptr;                           // of column `lane`
+    int num_valid = 0;
+    uint32_t from = 0;  // byte i: 8 times the largest scale byte of column lane + 32 i, modulo 128, and the top bit
     for (;; step += kWarps) {
         for (; step >= num_steps; step -= num_steps) tile = dealt(++round), fresh = true;
-        if (tile >= shared.num_tiles) return;
+        Stage& stage = ring.stage(shared);
+        if (tile >= shared.num_tiles) {
+            if (step >= kAhead) return;
+            ptx::mbarrier_wait(ptx::smem_address(&stage.empty), ring.phase ^ 1);
+            ptx::mbarrier_arrive(ptx::smem_address(&stage.full));
+            return;
+        }
+        const uint32_t empty = ptx::smem_address(&stage.empty);
         if (fresh) {
             fresh = false;
             const Work work = find_work(shared, p, tile, static_cast<int>(ptx::cluster_rank()));
-            first_row = work.first_row;
-            num_rows = work.num_rows;
-            first_column = work.first_column;
-            row = work.expert * p.num_out + work.first_column + lane;  // E * O <= 2^30
-            num_valid = p.num_out - work.first_column - lane;          // column lane + 32 i exists: 32 i < num_valid
-            largest = 0;
+            const int row = work.expert * p.num_out + work.first_column + lane;  // E * O <= 2^30
+            num_valid = p.num_out - work.first_column - lane;                    // column lane + 32 i exists: 32 i < num_valid
+            scales = opaque(p.weight_scale + static_cast<int64_t>(row) * groups);
+            uint32_t largest = 0;  // byte i: of column lane + 32 i
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i)
                 if (32 * i < num_valid) largest |= static_cast<uint32_t>(p.weight_row[row + 32 * i]) << (8 * i);
+            from = (largest << 3 & 0x78787878u) | 0x80808080u;
+            if (step == 0) {
+                uint32_t exponents[kMaxRows / 32] = {};
+#pragma unroll
+                for (int i = 0; i < kMaxRows / 32; ++i)
+                    if (lane + 32 * i < work.num_rows) exponents[i] = float_bits(p.row_scale[work.first_row + lane + 32 * i]);
+                ptx::mbarrier_wait(empty, ring.phase ^ 1);
+                TileInfo& info = shared.info[round % kInfos];
+                if (lane == 0) {
+                    info.first_row = work.first_row;
+                    info.num_rows = work.num_rows;
+                    info.width = work.width;
+                    info.first_column = work.first_column;
+                    info.has_next = dealt(round + 1) < shared.num_tiles;
+                }
+#pragma unroll
+                for (int i = 0; i < kMaxRows / 32; ++i) info.rows[lane + 32 * i] = power_of_two(exponents[i] >> 23, 0);
+#pragma unroll
+                for (int i = 0; i < kPerLane; ++i) info.columns[lane + 32 * i] = power_of_two(largest >> (8 * i) & 0xffu, 6);
+            }
         }
-        const int groups = p.k / 32;
-        const int64_t stride = 32 * static_cast<int64_t>(groups);  // from column to column of a lane
-        const uint8_t* bytes = p.weight_scale + static_cast<int64_t>(row) * groups + 4 * step;
+        const uint8_t* bytes = scales + 4 * step;
         uint32_t words[kPerLane] = {};
         if (kAligned && 4 * step < groups) {
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i)
                 if (32 * i < num_valid) words[i] = *reinterpret_cast<const uint32_t*>(bytes + i * stride);
         }
-        uint32_t exponents[kMaxRows / 32] = {};
-        if (step == 0) {
-#pragma unroll
-            for (int i = 0; i < kMaxRows / 32; ++i)
-                if (lane + 32 * i < num_rows) exponents[i] = float_bits(p.row_scale[first_row + lane + 32 * i]);
-        }
-        ptx::mbarrier_wait(ptx::smem_address(&shared.empty[ring.stage]), ring.phase ^ 1);
-        if (step == 0) {
-            TileInfo& info = shared.info[round % kInfos];
-            if (lane == 0) {
-                info.first_row = first_row;
-                info.num_rows = num_rows;
-                info.width = align_up(num_rows, kRowStep);
-                info.first_column = first_column;
-                info.has_next = dealt(round + 1) < shared.num_tiles;
-            }
-#pragma unroll
-            for (int i = 0; i < kMaxRows / 32; ++i) info.rows[lane + 32 * i] = static_cast<uint8_t>(exponents[i] >> 23);
-#pragma unroll
-            for (int i = 0; i < kPerLane; ++i) info.columns[lane + 32 * i] = static_cast<uint8_t>(largest >> (8 * i));
-        }
+        ptx::mbarrier_wait(empty, ring.phase ^ 1);
         if (kAligned) {
 #pragma unroll
-            for (int i = 0; i < kPerLane; ++i)
-                shared.shifts[ring.stage][lane + 32 * i] =
-                    __vminu4(__vsub4(__byte_perm(largest, 0, 0x1111u * i), words[i]), 0x0f0f0f0fu);
+            for (int i = 0; i < kPerLane; ++i) {  // modulo 16, byte by byte: no borrow crosses
+                stage.shifts[lane + 32 * i] =
+                    (__byte_perm(from, 0, 0x1111u * i) - (words[i] << 3 & 0x78787878u)) & 0x78787878u;
+            }
         } else {
 #pragma unroll 1
             for (int i = 0; i < 4 * kPerLane; ++i) {  // column i / 4, group i % 4
                 const bool exists = 32 * (i / 4) < num_valid && 4 * step + i % 4 < groups;
                 const uint32_t byte = exists ? bytes[i / 4 * stride + i % 4] : 0;
-                reinterpret_cast<uint8_t*>(&shared.shifts[ring.stage][lane + i / 4 * 32])[i % 4] =
-                    static_cast<uint8_t>(min((largest >> (i / 4 * 8) & 0xffu) - byte, 15u));
+                reinterpret_cast<uint8_t*>(&stage.shifts[lane + i / 4 * 32])[i % 4] =
+                    static_cast<uint8_t>(((from >> (i / 4 * 8)) - 8 * byte) & 0x78u);
             }
         }
-        ptx::mbarrier_arrive(ptx::smem_address(&shared.full[ring.stage]));
-#pragma unroll 1
-        for (int i = 0; i < kWarps; ++i) ring.advance();
+        ptx::mbarrier_arrive(ptx::smem_address(&stage.full));
+        ring.advance<kWarps>();
     }
 }
 
@@ -257,33 +306,18 @@ __device__ __forceinline__ void expand_word(uint32_t word, uint2 magnitudes, uin
     high = look_up(magnitudes, index >> 16) | (__byte_perm(shifted, word, 0x7362) & 0x80808080u);
 }
 
-// The packed weights of two wgmma of a step and the bytes they expand to.
+// What row l / 4 + 8 r of the fragments of a step is expanded from.
 struct RawWeights {
-    uint2 codes[2];
-    uint2 magnitudes[2];
+    uint4 codes;
+    uint2 magnitudes;
 };
 
-// kFirst = 0: those of wgmma 0 and 1, and the magnitudes; 2: those of wgmma 2 and 3
-template <int kFirst>
-__device__ __forceinline__ void read_weights(const SharedStorage& shared, int stage, int consumer_thread, RawWeights& raw) {
-    const int row = consumer_thread / 32 * 16 + consumer_thread % 32 / 4, t = consumer_thread % 4;
-    const uint8_t* codes = shared.codes[stage] + row * (kBlockK / 2) + t * 16 + kFirst * 4;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        raw.codes[r] = *reinterpret_cast<const uint2*>(codes + r * 8 * (kBlockK / 2));
-        if (kFirst == 0)
-            raw.magnitudes[r] = shared.magnitudes[reinterpret_cast<const uint8_t*>(shared.shifts[stage])[(row + 8 * r) * 4 + t]];
-    }
-}
-
-// Fragments of wgmma kFirst and kFirst + 1: a[j][r] row r * 8 and K bytes 4t.., a[j][2 + r] the same row, K bytes 16 + 4t..
-template <int kFirst>
-__device__ __forceinline__ void expand_weights(const RawWeights& raw, uint32_t (&a)[4][4]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        expand_word(raw.codes[r].x, raw.magnitudes[r], a[kFirst][r], a[kFirst][2 + r]);
-        expand_word(raw.codes[r].y, raw.magnitudes[r], a[kFirst + 1][r], a[kFirst + 1][2 + r]);
-    }
+// a[j][r] K bytes 4t.. of wgmma j, a[j][2 + r] K bytes 16 + 4t..
+__device__ __forceinline__ void expand_row(const RawWeights& raw, int r, uint32_t (&a)[4][4]) {
+    expand_word(raw.codes.x, raw.magnitudes, a[0][r], a[0][2 + r]);
+    expand_word(raw.codes.y, raw.magnitudes, a[1][r], a[1][2 + r]);
+    expand_word(raw.codes.z, raw.magnitudes, a[2][r], a[2][2 + r]);
+    expand_word(raw.codes.w, raw.magnitudes, a[3][r], a[3][2 + r]);
 }
 
 // -- product ------------------------------------------------------------------------------------------------------------
@@ -305,6 +339,14 @@ __device__ __forceinline__ void expand_weights(const RawWeights& raw, uint32_t (
 #define MDI_TEXT_48 MDI_TEXT_44 ", %44, %45, %46, %47"
 #define MDI_TEXT_52 MDI_TEXT_48 ", %48, %49, %50, %51"
 #define MDI_TEXT_56 MDI_TEXT_52 ", %52, %53, %54, %55"
+#define MDI_TEXT_60 MDI_TEXT_56 ", %56, %57, %58, %59"
+#define MDI_TEXT_64 MDI_TEXT_60 ", %60, %61, %62, %63"
+#define MDI_TEXT_68 MDI_TEXT_64 ", %64, %65, %66, %67"
+#define MDI_TEXT_72 MDI_TEXT_68 ", %68, %69, %70, %71"
+#define MDI_TEXT_76 MDI_TEXT_72 ", %72, %73, %74, %75"
+#define MDI_TEXT_80 MDI_TEXT_76 ", %76, %77, %78, %79"
+#define MDI_TEXT_84 MDI_TEXT_80 ", %80, %81, %82, %83"
+#define MDI_TEXT_88 MDI_TEXT_84 ", %84, %85, %86, %87"
 #define MDI_D_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define MDI_D_8 MDI_D_4, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
 #define MDI_D_12 MDI_D_8, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
@@ -319,6 +361,14 @@ __device__ __forceinline__ void expand_weights(const RawWeights& raw, uint32_t (
 #define MDI_D_48 MDI_D_44, "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
 #define MDI_D_52 MDI_D_48, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51])
 #define MDI_D_56 MDI_D_52, "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+#define MDI_D_60 MDI_D_56, "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59])
+#define MDI_D_64 MDI_D_60, "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define MDI_D_68 MDI_D_64, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
+#define MDI_D_72 MDI_D_68, "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
+#define MDI_D_76 MDI_D_72, "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75])
+#define MDI_D_80 MDI_D_76, "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
+#define MDI_D_84 MDI_D_80, "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83])
+#define MDI_D_88 MDI_D_84, "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87])
 // clang-format on
 #define MDI_MULTIPLY(N, C, A0, A1, A2, A3, B, P)                                                                         \
     if constexpr (kN == N)                                                                                               \
@@ -334,35 +384,70 @@ __device__ __forceinline__ void multiply(float (&d)[kN / 2], const uint32_t (&a)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     MDI_MULTIPLY(16, 8, 8, 9, 10, 11, 12, 13);
     MDI_MULTIPLY(48, 24, 24, 25, 26, 27, 28, 29);
-    MDI_MULTIPLY(72, 36, 36, 37, 38, 39, 40, 41);
     MDI_MULTIPLY(80, 40, 40, 41, 42, 43, 44, 45);
-    MDI_MULTIPLY(88, 44, 44, 45, 46, 47, 48, 49);
     MDI_MULTIPLY(96, 48, 48, 49, 50, 51, 52, 53);
     MDI_MULTIPLY(104, 52, 52, 53, 54, 55, 56, 57);
     MDI_MULTIPLY(112, 56, 56, 57, 58, 59, 60, 61);
+    MDI_MULTIPLY(144, 72, 72, 73, 74, 75, 76, 77);
+    MDI_MULTIPLY(160, 80, 80, 81, 82, 83, 84, 85);
+    MDI_MULTIPLY(176, 88, 88, 89, 90, 91, 92, 93);
 #endif
 }
 
-// mbarrier.arrive.shared::cluster on block `rank`: releases a stage that was only read, by wgmma that have completed.
-// Not .release.cluster: it adds a fence at GPU scope, which waits for the weights in flight.
-__device__ __forceinline__ void arrive_in_block(uint32_t barrier, uint32_t rank) {
+// mbarrier.arrive.shared::cluster, `barrier` from map_to_rank: releases a stage that was only read, by wgmma that have
+// completed. Not .release.cluster: it adds a fence at GPU scope, which waits for the weights in flight.
+__device__ __forceinline__ void arrive_in_block(uint32_t barrier) {
 #if defined(__CUDA_ARCH__)
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(ptx::map_to_rank(barrier, rank)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 #else
-    ptx::mbarrier_arrive_remote(ptx::map_to_rank(barrier, rank));
+    ptx::mbarrier_arrive_remote(barrier);
 #endif
 }
 
-// Turns: the warpgroups issue their wgmma one after the other, so that each has the time of the other's to promote its
-// sums and to expand weights; without turns both wait for the tensor cores, then both leave them idle.
-constexpr int kTurnBarrier = 3;  // + group: named barriers of 256 threads
+// st.global.v4: the compiler would split it
+__device__ __forceinline__ void store_global(void* address, const uint4& v) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#else
+    *static_cast<uint4*>(address) = v;
+#endif
+}
+
+// ld.shared by address: of a register, a uniform register and a constant, without an instruction to add them
+__device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
+    uint32_t v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint4 load_shared_vector(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+// Shared-memory addresses of a thread in stage 0: its first row of the weights, the barriers (empty: of block lane % 2)
+struct Lane {
+    uint32_t codes, shifts, full, empty;
+    __device__ __forceinline__ Lane(const SharedStorage& shared, int consumer_thread) {
+        const uint32_t base = ptx::smem_address(shared.stages);
+        const int place = (consumer_thread / 32 * 16 + consumer_thread % 32 / 4) * 4 + consumer_thread % 4;
+        codes = opaque(base + static_cast<uint32_t>(offsetof(Stage, codes)) + place * 16);
+        shifts = opaque(base + static_cast<uint32_t>(offsetof(Stage, shifts)) + place);
+        full = opaque(base + static_cast<uint32_t>(offsetof(Stage, full)));
+        empty = ptx::map_to_rank(base + static_cast<uint32_t>(offsetof(Stage, empty)), consumer_thread % kCluster);
+    }
+};
 
 struct Consumer {
     SharedStorage& shared;
     const GroupedGemmSm90Params& p;
     int thread;   // of the warpgroup
     int group;    // 0 or 1
-    Ring ring;
+    uint32_t now = 0, next = sizeof(Stage);  // offsets of this step's stage and the next's
+    Ring following;                          // the stage after them
 
     // Reads the thread number anew: what depends on it is computed again instead of kept in registers or spilled.
     __device__ __forceinline__ void reload_thread() {
@@ -374,117 +459,120 @@ struct Consumer {
         group = static_cast<int>(number) / 128 - 1;
     }
 
-    __device__ __forceinline__ void wait_stage() const {
-        ptx::mbarrier_wait(ptx::smem_address(&shared.full[ring.stage]), ring.phase);
+    // Row r of the weights of the stage at `offset`
+    __device__ __forceinline__ RawWeights read_row(uint32_t offset, const Lane& lane, int r) const {
+        RawWeights raw;
+        const uint32_t shift = load_shared_byte(lane.shifts + offset + r * 8 * 4);
+        raw.codes = load_shared_vector(lane.codes + offset + r * 8 * (kBlockK / 2));
+        raw.magnitudes = *reinterpret_cast<const uint2*>(reinterpret_cast<const uint8_t*>(shared.magnitudes) + shift);
+        return raw;
     }
 
-    // One step: multiply each half of the rows with the fragments `a`, then replace those with the next stage's, which may
-    // be the next tile's. Without a next stage (`more` is false) old bytes are read and the fragments not used.
+    __device__ __forceinline__ void wait_following(const Lane& lane) const {
+        ptx::mbarrier_wait(lane.full + following.offset, following.phase);
+    }
+
+    __device__ __forceinline__ void advance() {
+        now = next;
+        next = following.offset;
+        following.advance();
+    }
+
+    // One step: multiply each half of the rows with the fragments `a`; while the tensor cores do it, expand the next step's
+    // into `b`. `raw` holds the next step's row 0 at the beginning and the one after the next's at the end.
     template <int kN, int kHalves>
-    __device__ __forceinline__ void run_step(bool more, bool never, uint32_t (&a)[4][4], float (&part)[kN / 2],
+    __device__ __forceinline__ void run_step(bool never, const Lane& lane, uint32_t (&a)[4][4],
+                                             uint32_t (&b)[4][4], RawWeights& raw, float (&part)[kN / 2],
                                              float (&sums)[kHalves][kN / 2]) {
-        const uint64_t descriptor = smem_descriptor_k128(ptx::smem_address(shared.ring[ring.stage]));
-        const uint32_t empty = ptx::smem_address(&shared.empty[ring.stage]);
-        RawWeights raw;
+        const uint64_t descriptor = smem_descriptor_k128(ptx::smem_address(shared.stages)) + (now >> 4);
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
             const bool last = half == kHalves - 1;
-            wgmma_fence();  // before the wait: what must be done first is then not done in the turn
-            ptx::named_barrier_sync(kTurnBarrier + group, 256);
+            wgmma_fence();
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
+            for (int j = 0; j < 4; ++j)
                 multiply<kN>(part, a[j], advance_descriptor(descriptor, half * kN * kBlockK + 32 * j), j > 0 || never);
-                if (last && j == 1) wgmma_commit();
-            }
             wgmma_commit();
-            ptx::named_barrier_arrive(kTurnBarrier + (group ^ 1), 256);
-            if (kHalves == 1) read_next(more, raw);
-            if (last && more) {  // the branch keeps ptxas from moving the expansion behind the second wait
-                wgmma_wait<1>();
-                fence_registers(a[0]);
-                fence_registers(a[1]);
-                expand_weights<0>(raw, a);
-                fence_registers(a[0]);
-                fence_registers(a[1]);
+            if (!never) {  // always: the branch keeps ptxas from moving the expansion behind the wait
+                if (kHalves == 1) {
+                    const RawWeights other = read_row(next, lane, 1);
+                    expand_row(raw, 0, b);
+                    expand_row(other, 1, b);
+                } else {
+                    expand_row(raw, half, b);
+                }
+#pragma unroll
+                for (int j = 0; j < 4; ++j) fence_registers(b[j]);
+                if (last) wait_following(lane);
+                raw = read_row(last ? following.offset : next, lane, last ? 0 : 1);
             }
             wgmma_wait<0>();
             fence_registers(part);
-            if (last && thread % 32 < kCluster) arrive_in_block(empty, thread % 32);  // done with the stage, in both blocks
-            if (last) read_weights<2>(shared, ring.stage, group * 128 + thread, raw);
+            if (last && thread % 32 < kCluster) arrive_in_block(lane.empty + now);  // done with the stage, in both blocks
 #pragma unroll
             for (int i = 0; i < kN / 2; ++i) sums[half][i] += part[i];
-            if (last) expand_weights<2>(raw, a);
-            else read_next(more, raw);
         }
+        advance();
     }
 
-    // On to the next stage, and its first weights
-    __device__ __forceinline__ void read_next(bool more, RawWeights& raw) {
-        ring.advance();
-        if (more) wait_stage();
-        read_weights<0>(shared, ring.stage, group * 128 + thread, raw);
+    // The fragments of the first step of all, and what row 0 of the second's are expanded from
+    __device__ __forceinline__ void begin(uint32_t (&a)[4][4], RawWeights& raw) {
+        const Lane lane(shared, group * 128 + thread);
+        wait_following(lane);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) expand_row(read_row(0, lane, r), r, a);
+        following.advance();
+        wait_following(lane);
+        raw = read_row(next, lane, 0);
+        following.advance();
     }
 
-    // The first fragments of all
-    __device__ __forceinline__ void begin(uint32_t (&a)[4][4]) {
-        wait_stage();
-        RawWeights raw;
-        read_weights<0>(shared, ring.stage, group * 128 + thread, raw);
-        expand_weights<0>(raw, a);
-        read_weights<2>(shared, ring.stage, group * 128 + thread, raw);
-        expand_weights<2>(raw, a);
-    }
-
-    // Sums of the kN rows from `first` -> bf16 -> [row][64 columns] in shared memory -> scaled -> global.
+    // Sums of the kN rows from `first` -> bf16 -> scaled -> [row][64 columns] in shared memory -> global.
     template <int kN>
-    __device__ __forceinline__ void store(const TileInfo& info, int first, const float (&sums)[kN / 2]) {
+    __device__ __forceinline__ void store(const TileInfo& info, int first, const float* sums) {
         const int warp = thread / 32, lane = thread % 32;
         uint8_t* staged = shared.staged[group];
-        ptx::named_barrier_sync(1 + group, 128);  // the warpgroup has read the previous half
+        const uint16_t* columns = info.columns + group * 64 + warp * 16 + lane / 4;  // of this thread: this one and 8 on
+        const uint32_t factors[2] = {columns[0] * 0x10001u, columns[8] * 0x10001u};
+        uint32_t scales[kN / 8];  // of two rows each
+#pragma unroll
+        for (int n = 0; n < kN / 8; ++n)
+            scales[n] = *reinterpret_cast<const uint32_t*>(info.rows + first + n * 8 + lane % 4 * 2);
+        const int num_rows = min(info.num_rows - first, kN) - thread / 8;  // from this thread's first one
+        const int column = info.first_column + group * 64 + thread % 8 * 8;
+        uint8_t* out = reinterpret_cast<uint8_t*>(p.out + (info.first_row + first + thread / 8) * p.num_out + column);
+        const uint8_t* own = staged + thread / 8 * 128 + (thread % 8 ^ (thread / 8 % 8)) * 16;  // what it stores
         const uint32_t base = ptx::smem_address(staged) + ((lane / 16) * 8 + lane % 8) * 128 +
                               ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
+        ptx::named_barrier_sync(1 + group, 128);  // the warpgroup has read the previous half
 #pragma unroll
         for (int n = 0; n < kN / 8; n += 2) {  // matrices: columns 0..7 and 8..15 of rows 8n.., then of rows 8n + 8..
-            const bool pair = n + 1 < kN / 8;  // else the second ones are of no row
-            ptx::stmatrix_x4_trans(base + n * 8 * 128, ptx::pack_bf16x2(sums[4 * n], sums[4 * n + 1]),
-                                   ptx::pack_bf16x2(sums[4 * n + 2], sums[4 * n + 3]),
-                                   pair ? ptx::pack_bf16x2(sums[pair ? 4 * n + 4 : 0], sums[pair ? 4 * n + 5 : 0]) : 0,
-                                   pair ? ptx::pack_bf16x2(sums[pair ? 4 * n + 6 : 0], sums[pair ? 4 * n + 7 : 0]) : 0);
+            uint32_t v[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (n + i / 2 < kN / 8) {
+                    const uint32_t pair = ptx::pack_bf16x2(sums[4 * n + 2 * i], sums[4 * n + 2 * i + 1]);
+                    v[i] = bf16x2_product(bf16x2_product(pair, factors[i % 2]), scales[n + i / 2]);
+                }
+            ptx::stmatrix_x4_trans(base + n * 8 * 128, v[0], v[1], v[2], v[3]);
         }
         ptx::named_barrier_sync(1 + group, 128);
-        const int chunk = thread % 8, column = info.first_column + group * 64 + chunk * 8;
         if (column >= p.num_out) return;
-        const uint2 columns = *reinterpret_cast<const uint2*>(info.columns + group * 64 + chunk * 8);
-        uint32_t factors[4];  // 2^(byte - 127 - 6) of the eight columns, bf16 pairs
+        constexpr int kTimes = (kN + 8) / 16;
+        uint4 values[kTimes];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint32_t pair = (i < 2 ? columns.x : columns.y) >> (16 * (i % 2));
-            factors[i] = column_factor(pair & 0xffu) | column_factor(pair >> 8 & 0xffu) << 16;
-        }
+        for (int i = 0; i < kTimes; ++i) values[i] = *reinterpret_cast<const uint4*>(own + 16 * i * 128);
+        const uint32_t stride = 32 * static_cast<uint32_t>(p.num_out);  // bytes from row to row of this thread
 #pragma unroll
-        for (int i = 0; i < (kN + 8) / 16; ++i) {
-            const int row = thread / 8 + 16 * i;
-            if (row >= kN || first + row >= info.num_rows) break;
-            const uint32_t byte = info.rows[first + row], bits = byte == 255 ? 0x7fc0u : (byte ? byte << 7 : 0x40u);
-            const uint32_t scale = bits | bits << 16;
-            uint4 v = *reinterpret_cast<const uint4*>(staged + row * 128 + (chunk ^ (row % 8)) * 16);
-            v.x = bf16x2_product(bf16x2_product(v.x, factors[0]), scale);
-            v.y = bf16x2_product(bf16x2_product(v.y, factors[1]), scale);
-            v.z = bf16x2_product(bf16x2_product(v.z, factors[2]), scale);
-            v.w = bf16x2_product(bf16x2_product(v.w, factors[3]), scale);
-            *reinterpret_cast<uint4*>(p.out + (info.first_row + first + row) * p.num_out + column) = v;
+        for (int i = 0; i < kTimes; ++i) {
+            if (16 * i < num_rows) store_global(out, values[i]);
+            out += stride;
         }
-    }
-
-    // bf16 bits of 2^(byte - 133); byte 255 is NaN
-    static __device__ __forceinline__ uint32_t column_factor(uint32_t byte) {
-        if (byte == 255) return 0x7fc0u;
-        return byte > 6 ? (byte - 6) << 7 : 1u << byte;
     }
 
     // One tile of kHalves * kN rows
     template <int kN, int kHalves>
-    __device__ __forceinline__ void run_tile(const TileInfo& info, uint32_t (&a)[4][4]) {
+    __device__ __forceinline__ void run_tile(const TileInfo& info, uint32_t (&a)[4][4], RawWeights& raw) {
         const int num_steps = steps_of(p);
         // the first product of a chain must not see a constant: ptxas would add a fence (wgmma_sm90.cuh)
         const bool never = p.num_out < 0;
@@ -496,45 +584,48 @@ struct Consumer {
             for (int half = 0; half < kHalves; ++half) sums[half][i] = 0.0f;
         }
         reload_thread();
-        const bool has_next = info.has_next != 0;
-        for (int step = 0; step < num_steps; ++step)
-            run_step<kN, kHalves>(step + 1 < num_steps || has_next, never, a, part, sums);
+        const Lane lane(shared, group * 128 + thread);
+        for (int step = 0; step < num_steps; step += 2) {
+            uint32_t b[4][4];
+            run_step<kN, kHalves>(never, lane, a, b, raw, part, sums);
+            run_step<kN, kHalves>(never, lane, b, a, raw, part, sums);
+        }
         reload_thread();
+        constexpr int kStores = kHalves * kN > kStoreRows ? 2 : 1, kRows = kHalves * kN / kStores;
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
-            store<kN>(info, half * kN, sums[half]);
+        for (int i = 0; i < kStores; ++i) {
+            store<kRows>(info, i * kRows, &sums[0][0] + i * kRows / 2);
             __syncwarp();
         }
     }
 };
 
 __device__ __forceinline__ void consume(SharedStorage& shared, const GroupedGemmSm90Params& p) {
-    Consumer consumer{shared, p, static_cast<int>(threadIdx.x) % 128, static_cast<int>(threadIdx.x) / 128 - 1, {}};
+    Consumer consumer{shared, p, static_cast<int>(threadIdx.x) % 128, static_cast<int>(threadIdx.x) / 128 - 1};
     if (dealt(0) >= shared.num_tiles) return;
-    if (consumer.group == 1) ptx::named_barrier_arrive(kTurnBarrier, 256);  // warpgroup 0 begins
     uint32_t a[4][4];
-    consumer.begin(a);
+    RawWeights raw;
+    consumer.begin(a, raw);
     for (int round = 0;; ++round) {
         const TileInfo& info = shared.info[round % kInfos];  // there since its first stage is full
         switch (info.width) {
-            case 16: consumer.run_tile<16, 1>(info, a); break;
-            case 32: consumer.run_tile<32, 1>(info, a); break;
-            case 48: consumer.run_tile<48, 1>(info, a); break;
-            case 64: consumer.run_tile<64, 1>(info, a); break;
-            case 80: consumer.run_tile<80, 1>(info, a); break;
-            case 96: consumer.run_tile<96, 1>(info, a); break;
-            case 112: consumer.run_tile<112, 1>(info, a); break;
-            case 128: consumer.run_tile<128, 1>(info, a); break;
-            case 144: consumer.run_tile<72, 2>(info, a); break;
-            case 160: consumer.run_tile<80, 2>(info, a); break;
-            case 176: consumer.run_tile<88, 2>(info, a); break;
-            case 192: consumer.run_tile<96, 2>(info, a); break;
-            case 208: consumer.run_tile<104, 2>(info, a); break;
-            default: consumer.run_tile<112, 2>(info, a); break;
+            case 16: consumer.run_tile<16, 1>(info, a, raw); break;
+            case 32: consumer.run_tile<32, 1>(info, a, raw); break;
+            case 48: consumer.run_tile<48, 1>(info, a, raw); break;
+            case 64: consumer.run_tile<64, 1>(info, a, raw); break;
+            case 80: consumer.run_tile<80, 1>(info, a, raw); break;
+            case 96: consumer.run_tile<96, 1>(info, a, raw); break;
+            case 112: consumer.run_tile<112, 1>(info, a, raw); break;
+            case 128: consumer.run_tile<128, 1>(info, a, raw); break;
+            case 144: consumer.run_tile<144, 1>(info, a, raw); break;
+            case 160: consumer.run_tile<160, 1>(info, a, raw); break;
+            case 176: consumer.run_tile<176, 1>(info, a, raw); break;
+            case 192: consumer.run_tile<96, 2>(info, a, raw); break;
+            case 208: consumer.run_tile<104, 2>(info, a, raw); break;
+            default: consumer.run_tile<112, 2>(info, a, raw); break;
         }
         if (!info.has_next) break;
     }
-    if (consumer.group == 0) ptx::named_barrier_sync(kTurnBarrier, 256);  // takes the last turn that warpgroup 1 gave
 }
 
 // The eight magnitudes of E2M1 times 2^(6 - d) as E4M3 bytes; 15 and above: zeros.
@@ -557,15 +648,15 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
     if (thread == 0) {
         for (int i = 0; i < kNumWidths; ++i) ptx::prefetch_tensor_map(&maps.half_of[i]);
         ptx::prefetch_tensor_map(&maps.codes);
-        for (int s = 0; s < kStages; ++s) {
-            ptx::mbarrier_init(ptx::smem_address(&shared.full[s]), kFullArrivals);
-            ptx::mbarrier_init(ptx::smem_address(&shared.empty[s]), kEmptyArrivals);
+        for (Stage& stage : shared.stages) {
+            ptx::mbarrier_init(ptx::smem_address(&stage.full), kFullArrivals);
+            ptx::mbarrier_init(ptx::smem_address(&stage.empty), kEmptyArrivals);
         }
         ptx::fence_mbarrier_init();
     }
     if (thread >= 32 && thread < 48) shared.magnitudes[thread - 32] = magnitude_bytes(thread - 32);
-    for (int i = thread; i < kStages * kColumns; i += kThreads)  // run_step may read a stage that was never filled
-        shared.shifts[i / kColumns][i % kColumns] = 0;
+    for (int i = thread; i < kStages * kColumns; i += kThreads)  // a stage that was never filled is read, as addresses
+        shared.stages[i / kColumns].shifts[i % kColumns] = 0;
     Scheduler::build(shared.tiles, params.offsets, params.num_experts);
     const int num_tiles = Scheduler::num_tiles(shared.tiles, params.num_experts, params.num_out);
     if (thread == 0) shared.num_tiles = num_tiles;
