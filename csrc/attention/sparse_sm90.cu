@@ -555,8 +555,9 @@ struct Consumer {
         for (int f = 0; f < 2; ++f) {
             const int head = row + 8 * f;
             sink[f] = 0.f;
-            if (head >= num_heads) continue;
-            sink[f] = kOutput != Output::kPlain || params.num_heads > kHeads ? sink_of(params, first_head + head) : shared.sink[head];
+            if (head < num_heads) {
+                sink[f] = kOutput != Output::kPlain || params.num_heads > kHeads ? sink_of(params, first_head + head) : shared.sink[head];
+            }
             sum[f] += __shfl_xor_sync(~0u, sum[f], 1);
             sum[f] += __shfl_xor_sync(~0u, sum[f], 2);
             if (lane % 4 == 0) *sum_slot(other, head) = sum[f];
