@@ -38,12 +38,12 @@ def each(tensors: dict[str, torch.Tensor], suffix: str, change: Callable[[torch.
 
 
 def no_inverse_rope(patch: pytest.MonkeyPatch, run: Runner) -> None:
-    original = elementwise.rope
+    original = reference.attention.rope
 
     def rope(x, positions, table, inverse=False, out=None):
         return x if inverse else original(x, positions, table, out=out)
 
-    patch.setattr(attention_module.elementwise, "rope", rope)
+    patch.setattr(reference.attention, "rope", rope)
 
 
 def comb_transposed(patch: pytest.MonkeyPatch, run: Runner) -> None:
