@@ -30,7 +30,7 @@
 // the products take register ports from the sums).
 //
 // A warp's lane 0 arrives on `empty` for all lanes, after __syncwarp; compute-sanitizer's racecheck does not follow that and reports
-// the reads before it.
+// the reads before it (none when every lane arrives).
 // Shared memory: 2 x 65.3 KiB of queries (double-buffered) + 6 x 9 KiB of key tiles = 185 KiB.
 // Workspace: logits_workspace_bytes(), about 4.1 KiB a token + 132 bytes a sequence and column.
 // Limits: Hi <= 32, Di = 128, row stride of the scores <= 2^26; otherwise, or without a workspace, the portable kernel runs.

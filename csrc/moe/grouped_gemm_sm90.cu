@@ -35,9 +35,9 @@
 // Barriers: full[s] counts the block's own producer (with all bytes of both halves) and a scale warp; empty[s] counts one
 // arrival per consumer warp of both blocks, because a stage is overwritten in both at once: lane r of a warp arrives in
 // block r, after the wgmma that used what all lanes had read. Consumers wait two stages ahead, also past the last tile:
-// there the producer and a scale warp arrive without having brought anything. compute-sanitizer's racecheck reports 8
-// hazards at K = 1,024, O = 640 (none at K = 384), on reads that these barriers order; whether they are false because
-// only two lanes arrive has not been established.
+// there the producer and a scale warp arrive without having brought anything. On the form before this one
+// compute-sanitizer's racecheck reports 8 hazards at K = 1,024, O = 640 (none at K = 384), on reads that the barriers
+// order; whether they are false, because only two lanes arrive, has not been established.
 // Shared memory 226 KiB: ring 5 x 37, output tiles 2 x 14, tiles 10, infos 3. Registers 232 x 256 + 40 x 128.
 // SASS: QGMMA
 // Limits: E <= 1024, K and O multiples of 32. Rows at or past offsets[E] are never written.
