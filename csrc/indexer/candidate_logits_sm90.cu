@@ -30,7 +30,8 @@
 // A warp's lane 0 arrives on `empty` for all lanes, after __syncwarp; compute-sanitizer's racecheck does not follow that and reports
 // the reads before it (none when every lane arrives).
 // Head sums: score_tile.cuh. The order inside a bucket depends on atomics, a key's score does not depend on that order.
-// Limits: Hi <= 32, Di = 128, blocks of 8, pages of whole blocks, at most kMaxBuckets buckets and kMaxCandidates candidates;
+// Limits: Hi <= 32, Di = 128, blocks of 8, pages of whole blocks, at most kMaxBuckets buckets (three rounds of 132 SMs: 478,368
+// entries in the page tables of all sequences) and kMaxCandidates candidates;
 // otherwise, or without a workspace, candidate_logits.cu does everything. Workspace: candidate_workspace_bytes().
 // SASS: IGMMA
 #include "common/launch.h"
