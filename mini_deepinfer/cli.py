@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_engine(check)
 
     env = commands.add_parser("env", allow_abbrev=False, help="what this machine has: versions, GPUs, kernels and which of them are used")
-    env.add_argument("--self-test", action="store_true", help="run every kernel on a small input against its reference")
+    env.add_argument("--self-test", action="store_true", help="run every kernel on a small input against the reference or the portable one")
     return parser
 
 

@@ -36,7 +36,8 @@
 // empty[2][2] consumer c is done with the tile, whose half of the atoms is then free, because only its values are in there and
 // S was complete before; p_ready[2] P and maximum of a step published (they are free again when the last full[] of the step
 // after next completes, because that needs both empty[]); q_full, q_empty per item. Every thread arrives itself: compute-sanitizer's
-// racecheck does not follow a lane that arrives for its warp after __syncwarp.
+// racecheck does not follow a lane that arrives for its warp after __syncwarp. When all do, its errors vanish; warnings stay,
+// for bytes of cp.async that another lane reads after the wait and __syncwarp.
 //
 // Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, packed rows 18 KiB, the rest 1 KiB = 227 KiB, all there is. A packed row's
 // buffer is that of a compressed row; the quarters of a window row take turns in it, two at a time (Packed).

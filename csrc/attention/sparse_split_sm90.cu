@@ -14,7 +14,7 @@
 // Rotation of Q and the forms of the output are those of sparse_output_sm90.cuh; codes take one more barrier of the cluster.
 //
 // 256 threads: all of them copy and expand, the first warpgroup does the products. Shared memory: Q 64 KiB, K tile 64 KiB (then P
-// of eight steps), values 64 KiB, packed rows 18 KiB (then P or O on its way out), the rest 10.3 KiB.
+// of eight steps), values 64 KiB, packed rows 18 KiB (then P or O on its way out), the rest 10.5 KiB.
 // SASS: HGMMA
 #include "attention/sparse_output_sm90.cuh"
 #include "attention/sparse_sm90.cuh"

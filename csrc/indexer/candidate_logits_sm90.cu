@@ -27,8 +27,11 @@
 //
 // Byte order of a block in shared memory: 16 bytes at 256 * s + 16 * (4 * (g % 4) + t) are the A fragment of K step s of lane
 // (g, t): words 2s and 2s + 1 of quarter t of key g % 4, interleaved with those of key g % 4 + 4.
+// A warp's lane 0 arrives on `empty` for all lanes, after __syncwarp; compute-sanitizer's racecheck does not follow that and reports
+// the reads before it (none when every lane arrives).
 // Head sums: score_tile.cuh. The order inside a bucket depends on atomics, a key's score does not depend on that order.
-// Limits: Hi <= 32, Di = 128, blocks of 8, pages of whole blocks, at most kMaxBuckets buckets and kMaxCandidates candidates;
+// Limits: Hi <= 32, Di = 128, blocks of 8, pages of whole blocks, at most kMaxBuckets buckets (three rounds of 132 SMs: 478,368
+// entries in the page tables of all sequences) and kMaxCandidates candidates;
 // otherwise, or without a workspace, candidate_logits.cu does everything. Workspace: candidate_workspace_bytes().
 // SASS: IGMMA
 #include "common/launch.h"

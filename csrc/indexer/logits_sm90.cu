@@ -26,9 +26,11 @@
 // with two accumulator sets each. Query rows are placed so that a lane of a quad holds all heads of one token: column 8j + 2t + e
 // is head 2j + e of token t, so head sums need no exchange. Per pair of heads: 2 conversions, 1 packing with relu, 2 bf16x2
 // multiplies, 2 additions; the four partial sums are those of score_tile.cuh: (p0 + p1) + (p2 + p3). Measured on an H200,
-// 4,096 tokens x 65,536 columns: products alone 1.29 ms, head sums alone 1.37 ms, together 1.97 ms (the products take register
-// ports from the sums).
+// 4,096 tokens x 65,536 columns: products alone 1.29 ms, head sums alone 1.37 ms, together 1.97 ms (a guess at the rest:
+// the products take register ports from the sums).
 //
+// A warp's lane 0 arrives on `empty` for all lanes, after __syncwarp; compute-sanitizer's racecheck does not follow that and reports
+// the reads before it (none when every lane arrives).
 // Shared memory: 2 x 65.3 KiB of queries (double-buffered) + 6 x 9 KiB of key tiles = 185 KiB.
 // Workspace: logits_workspace_bytes(), about 4.1 KiB a token + 132 bytes a sequence and column.
 // Limits: Hi <= 32, Di = 128, row stride of the scores <= 2^26; otherwise, or without a workspace, the portable kernel runs.

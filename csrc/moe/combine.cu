@@ -9,7 +9,7 @@
 // the rows of the block's tokens, one after the other whatever token they belong to, into a ring of kStages rows in shared
 // memory, kStages - 1 of them always on their way; it reads only what it copied, so nobody waits for anybody. The slots of a token
 // sit in the lanes of every warp, those of the block's next token are on their way too. Memory-bound.
-// Shared memory: (kStages + 1) x 32 bytes a thread, 200 KiB of a multiprocessor. Limits: N a multiple of 8, k <= 32.
+// Shared memory: (kStages + 1) x 32 bytes a thread, four blocks of 50 KiB on a multiprocessor. Limits: N a multiple of 8, k <= 32.
 #include "common/launch.h"
 #include "common/number_formats.cuh"
 #include "common/ptx_sm80.cuh"

@@ -13,17 +13,18 @@
 //   warps 1..3   the scale bytes of a stage, as distances to the column's largest, and what the epilogue wants to know
 //   warpgroups 1, 2 (64 columns each)   per stage, for each half of a tile wider than 176 rows (else once):
 //     issue four wgmma m64nNk32 on the fragments of this stage; while they run, expand the next stage's weights into the
-//     other set of fragments and read what the ones after that are expanded from; then add the tensor core's sums, which
-//     have about 14 bits, to fp32 sums (promotion every 128). The other warpgroup's wgmma run meanwhile.
-//     (the first stage of the next tile during the last one of this)
+//     other set of fragments (during a tile's last stage those of the next tile's first) and read what the ones after that
+//     are expanded from; then add the tensor core's sums, which have about 14 bits, to fp32 sums (promotion every 128).
+//     The other warpgroup's wgmma run meanwhile.
 //
-// What limits it, as measured: a sub-partition of the SM takes as many cycles as it issues instructions, of any kind, plus
-// three quarters of the wgmma's own (as if a wgmma that reads its accumulators took the issue slots; the first of a chain
-// of four does not). The promotion fills the fourth quarter, every other instruction adds a cycle. Hence wide tiles and
-// long N (expansion and loop cost the same for any number of rows), two steps for each turn of the loop, everything of a
-// stage at one address, no turns and no barriers between the warpgroups, and few instructions in the warps that convert
-// scales. Registers set the limit of the width: 224 rows are 112 fp32 sums, 56 of the tensor core and 32 of fragments;
-// one chain of 176 rows 88, 88 and 32.
+// What limits it: a rule that fits the runs made on an H200, no more than a fit. A sub-partition of the SM takes as many
+// cycles as it issues instructions, of any kind, plus three quarters of the wgmma's own; so the promotion hides in the
+// fourth quarter and every other instruction adds a cycle. Why three quarters is a guess: a wgmma that reads its
+// accumulators may keep other instructions from the register file, and the first of a chain of four reads none.
+// The design follows the rule: wide tiles and long N (expansion and loop cost the same for any number of rows), two steps
+// for each turn of the loop, everything of a stage at one address, no turns and no barriers between the warpgroups, and
+// few instructions in the warps that convert scales. Registers set the limit of the width: 224 rows are 112 fp32 sums, 56
+// of the tensor core and 32 of fragments; one chain of 176 rows 88, 88 and 32.
 //
 // Lane t of a quad owns scale group t of the 128 columns, 16 bytes per weight row: word j of them is its part of the
 // j-th wgmma. Expansion is a byte look-up (prmt) in the eight magnitudes of the group's scale, then the signs.
@@ -32,8 +33,11 @@
 // Tiles are dealt by descending width, back and forth (scheduler.cuh): all clusters get about the same work.
 //
 // Barriers: full[s] counts the block's own producer (with all bytes of both halves) and a scale warp; empty[s] counts one
-// arrival per consumer warp of both blocks, because a stage is overwritten in both at once. Consumers wait two stages
-// ahead, also past the last tile: there the producer and a scale warp arrive without having brought anything.
+// arrival per consumer warp of both blocks, because a stage is overwritten in both at once: lane r of a warp arrives in
+// block r, after the wgmma that used what all lanes had read. Consumers wait two stages ahead, also past the last tile:
+// there the producer and a scale warp arrive without having brought anything. On the form before this one
+// compute-sanitizer's racecheck reports 8 hazards at K = 1,024, O = 640 (none at K = 384), on reads that the barriers
+// order; whether they are false, because only two lanes arrive, has not been established.
 // Shared memory 226 KiB: ring 5 x 37, output tiles 2 x 14, tiles 10, infos 3. Registers 232 x 256 + 40 x 128.
 // SASS: QGMMA
 // Limits: E <= 1024, K and O multiples of 32. Rows at or past offsets[E] are never written.

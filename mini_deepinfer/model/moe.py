@@ -105,9 +105,9 @@ class MoE:
         """Bring every token's expert outputs home, beside the shared expert.
 
         On the CPU each routed slot travels by itself: exactly one rank adds a value to it, so the sum over ranks is exact and the
-        result has the bits of a single process. On GPUs each rank sends the sums of its own slots in the compute dtype; these are
-        summed in rank order, so the result is repeatable but depends on the partition (model spec 6.2). The sums of a rank's own tokens
-        are made where they are used, after those that others wait for.
+        result has the bits of a single process. On GPUs each rank sums its own slots, rounds to the compute dtype and sends what is the
+        others'; all sums are added in rank order, so the result is repeatable but depends on the partition (model spec 6.2). The sums of
+        a rank's own tokens are made where they are used, after those that others wait for.
         """
         (tokens, k), counts, dtype = row_of_slot.shape, step.counts, act.x.dtype
         if y.device.type != "cpu":

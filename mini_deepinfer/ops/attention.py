@@ -279,7 +279,7 @@ def sparse_rope(
         the others              as in sparse
     Returns:
         [T, H, D] of q's dtype: out, or a new tensor
-    Raises, determinism: as sparse.
+    Raises: as sparse, also for positions and table. Determinism: as sparse.
     Dispatched as attention.sparse. The Hopper kernels rotate q and the output themselves (R a multiple of 8 up to 64,
     csrc/attention/sparse_output_sm90.cuh); otherwise the separate ops run. Reference: ops.reference.attention.sparse_rope.
     """
@@ -328,7 +328,7 @@ def sparse_rope_quant(
         codes  [T, g, K]     float8_e4m3fn
         scale  [T, g, K/32]  uint8 E8M0 bytes, or with folded=True [T, g] float32 row scales
         From the Hopper kernel both are transposed views: the tokens of a group lie together, as the products want them.
-    Raises, determinism: as sparse.
+    Raises: as sparse, also for positions, table and groups. Determinism: as sparse.
     Dispatched as attention.sparse. The Hopper kernels do all of it for folded rows of eight heads and R as in sparse_rope; otherwise
     the separate ops run. Reference: ops.reference.attention.sparse_rope_quant.
     """

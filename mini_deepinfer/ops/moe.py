@@ -481,14 +481,15 @@ def combine(y: Tensor, row_of_slot: Tensor, shared: Tensor | None, out_dtype: to
 def combine_parts(
     y: Tensor, row_of_slot: Tensor, parts: Tensor, rank: int, shared: Tensor | None, *, impl: str | None = None
 ) -> Tensor:
-    """`combine` of this rank's tokens with what the other ranks have for them: all ranks' sums in rank order, then the shared expert.
+    """`combine` of this rank's tokens with what the other ranks have for them (model spec 6.2): all ranks' sums in rank order, then
+    the shared expert.
 
-    Shapes: P other ranks; the rest as in combine.
-        parts  [P, T, N]  dtype of y: the other ranks' sums in rank order
+    Shapes: P other ranks, 0 or more; T tokens of this rank; y, row_of_slot and shared as in combine.
+        parts  [P, T, N]  dtype of y, contiguous: the other ranks' sums in rank order
         rank   int        0..P, this rank's place among them
     Returns:
         [T, N] of y's dtype, float32 sums and one rounding; this rank's sum is rounded to y's dtype first, as the others' were
-    Raises, determinism: as combine.
+    Raises: as combine, and ValueError for a rank outside 0..P. Determinism: as combine. Dispatched as moe.combine.
     Kernel: csrc/moe/combine.cu. Reference: ops.reference.moe.combine_parts.
     """
     op = "moe.combine_parts"
