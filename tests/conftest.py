@@ -34,11 +34,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def cuda() -> torch.device:
     """The current CUDA device, with its index."""
     return torch.device("cuda", torch.cuda.current_device())
-
-
-@pytest.fixture
-def needs_sm90(cuda: torch.device) -> None:
-    """Skip unless the GPU runs the sm_90a kernels."""
-    capability = torch.cuda.get_device_capability(cuda)
-    if capability != (9, 0):
-        pytest.skip(f"needs sm_90, found sm_{capability[0]}{capability[1]}")

@@ -172,7 +172,7 @@ def _candidate_workspace(
     """Scratch of the sm90 candidate scores (queries as int8, candidates by SM): `entries` a sequence; empty where the portable
     kernel does it all."""
     # checked against the kernel's own sum
-    size = tokens * (4160 + 4 * (candidates + 3) + 2 * 513 + 1) + num_seqs * (entries // 8 + 4) + 7 * 256
+    size = tokens * (4160 + 4 * (candidates + 3) + 2 * 513 + 1) + num_seqs * (-(-entries // 8) + 4) + 7 * 256
     fits = heads <= FOLDED_MAX_HEADS and head_dim == FOLDED_HEAD_DIM and block_size == 8 and size <= FOLDED_MAX_WORKSPACE
     if not fits or tokens * candidates * block_size < num_seqs * entries:  # it would fold more keys than it scores
         size = 0
