@@ -80,21 +80,9 @@ inline void write_normed_window(const Tensor& x, const Tensor& weight, double ep
     MDI_CHECK_SHAPE(op, weight, {"D", params.dim});
     MDI_CHECK_CONTIGUOUS(op, weight);
     MDI_CHECK_ALIGN(op, weight, 16);
-    MDI_CHECK_DEVICE(op, positions, scope.device);
-    MDI_CHECK_DTYPE(op, positions, ScalarType::Int);
-    MDI_CHECK_SHAPE(op, positions, {"T", params.num_rows});
-    MDI_CHECK_CONTIGUOUS(op, positions);
-    MDI_CHECK(op, table, table.dim() == 3, "must be [P, R/2, 2], got ", list_string(table.sizes()));
-    const int64_t rope_dim = 2 * table.size(1);
-    MDI_CHECK_DEVICE(op, table, scope.device);
-    MDI_CHECK_DTYPE(op, table, ScalarType::Float);
-    MDI_CHECK_SHAPE(op, table, {"P", table.size(0)}, {"R/2", rope_dim / 2}, {"2", 2});
-    MDI_CHECK_CONTIGUOUS(op, table);
-    MDI_CHECK_ALIGN(op, table, 16);
-    MDI_CHECK(op, table, rope_dim % 8 == 0 && rope_dim <= params.dim, "must have R a multiple of 8 up to D=", params.dim,
-              ", got R=", rope_dim);
+    const int rope_dim = check_rotary(op, positions, table, params.num_rows, params.dim, scope.device);
     launch_write_normed_window(params, {weight.data_ptr(), weight.scalar_type() == ScalarType::Float, static_cast<float>(eps),
-                                        static_cast<int>(rope_dim), data<const int32_t>(positions), data<const float>(table)});
+                                        rope_dim, data<const int32_t>(positions), data<const float>(table)});
 }
 
 inline void write_compressed(const Tensor& latent, const Tensor& rows, const Tensor& slots) {
@@ -238,20 +226,8 @@ inline void sparse(const Tensor& q, const Tensor& window, const Tensor& window_i
 
 #ifdef MDI_WITH_SM90
 inline void set_sparse_rotary(SparseParams& params, const Tensor& positions, const Tensor& table, const DeviceScope& scope) {
-    constexpr const char* op = "attention.sparse_rope";
-    MDI_CHECK_DEVICE(op, positions, scope.device);
-    MDI_CHECK_DTYPE(op, positions, ScalarType::Int);
-    MDI_CHECK_SHAPE(op, positions, {"T", params.num_tokens});
-    MDI_CHECK_CONTIGUOUS(op, positions);
-    MDI_CHECK(op, table, table.dim() == 3, "must be [P, R/2, 2], got ", list_string(table.sizes()));
-    const int64_t rope_dim = 2 * table.size(1);
-    MDI_CHECK_DEVICE(op, table, scope.device);
-    MDI_CHECK_DTYPE(op, table, ScalarType::Float);
-    MDI_CHECK_SHAPE(op, table, {"P", table.size(0)}, {"R/2", rope_dim / 2}, {"2", 2});
-    MDI_CHECK_CONTIGUOUS(op, table);
-    MDI_CHECK_ALIGN(op, table, 16);
-    MDI_CHECK(op, table, rope_dim % 8 == 0 && rope_dim <= kMaxRopeDim, "must have R a multiple of 8 up to ", kMaxRopeDim, ", got R=", rope_dim);
-    params.rotary = {data<const int32_t>(positions), data<const float>(table), static_cast<int>(rope_dim)};
+    const int rope_dim = check_rotary("attention.sparse_rope", positions, table, params.num_tokens, kMaxRopeDim, scope.device);
+    params.rotary = {data<const int32_t>(positions), data<const float>(table), rope_dim};
 }
 
 inline void sparse_rope(const Tensor& q, const Tensor& window, const Tensor& window_idx, const OptionalTensor& compressed,

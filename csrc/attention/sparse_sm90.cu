@@ -600,11 +600,10 @@ struct Consumer {
                     if (place.row(i) < num_heads) *reinterpret_cast<uint4*>(out + i * OutputPlace::kRowStep * kHeadDim + part * 64) = v;
                 }
             }
-            arrive(shared.empty[buffer][group]);
         } else {
             store_codes(item, tile, place, rotation, num_heads);
-            arrive(shared.empty[buffer][group]);
         }
+        arrive(shared.empty[buffer][group]);
     }
 
     // The staged chunks as folded codes. A warp's 16 heads are two rows of codes, of which the other consumer's warp of the same heads

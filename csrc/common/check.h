@@ -131,6 +131,24 @@ inline void check_int32(const char* op, const char* name, int64_t value) {
         if (!(condition)) ::mdi::fail(op, #tensor, __VA_ARGS__); \
     } while (0)
 
+// The operands of a rotation by chunks of eight columns: positions [T] int32 and table [P, R/2, 2] float32 (cosine, sine), contiguous.
+// Returns R, a multiple of eight up to `widest`.
+inline int check_rotary(const char* op, const Tensor& positions, const Tensor& table, int64_t num_tokens, int64_t widest, int32_t device) {
+    MDI_CHECK_DEVICE(op, positions, device);
+    MDI_CHECK_DTYPE(op, positions, ScalarType::Int);
+    MDI_CHECK_SHAPE(op, positions, {"T", num_tokens});
+    MDI_CHECK_CONTIGUOUS(op, positions);
+    MDI_CHECK(op, table, table.dim() == 3, "must be [P, R/2, 2], got ", list_string(table.sizes()));
+    MDI_CHECK_DEVICE(op, table, device);
+    MDI_CHECK_DTYPE(op, table, ScalarType::Float);
+    MDI_CHECK_SHAPE(op, table, {"P", table.size(0)}, {"R/2", table.size(1)}, {"2", 2});
+    MDI_CHECK_CONTIGUOUS(op, table);
+    MDI_CHECK_ALIGN(op, table, 16);
+    const int64_t rope_dim = 2 * table.size(1);
+    MDI_CHECK(op, table, rope_dim % 8 == 0 && rope_dim <= widest, "must have R a multiple of 8 up to ", widest, ", got R=", rope_dim);
+    return static_cast<int>(rope_dim);
+}
+
 template <class T>
 T* data(const Tensor& tensor) {
     return static_cast<T*>(tensor.data_ptr());

@@ -107,18 +107,8 @@ inline void rope_quant_query(const Tensor& q, const Tensor& positions, const Ten
     constexpr const char* op = "indexer.rope_quant_query";
     const DeviceScope scope(q);
     const QuantParams params = query_params(op, q, codes, scale, scope);
-    check_all(op, scope, {{"positions", positions}, {"table", table}});
-    MDI_CHECK_DTYPE(op, positions, ScalarType::Int);
-    MDI_CHECK_SHAPE(op, positions, {"T", q.size(0)});
-    MDI_CHECK_DTYPE(op, table, ScalarType::Float);
-    MDI_CHECK(op, table, table.dim() == 3, "must be [P, R/2, 2], got ", list_string(table.sizes()));
-    MDI_CHECK_SHAPE(op, table, {"P", table.size(0)}, {"R/2", table.size(1)}, {"2", 2});
-    MDI_CHECK_ALIGN(op, table, 16);
-    const int64_t rope_dim = 2 * table.size(1);
-    MDI_CHECK(op, table, rope_dim % 8 == 0 && rope_dim <= q.size(2), "must have R a multiple of 8 up to Di=", q.size(2), ", got R=",
-              rope_dim);
-    launch_rope_quant_query(params, {static_cast<int>(q.size(1)), static_cast<int>(rope_dim), data<const int32_t>(positions),
-                                     data<const float>(table)});
+    const int rope_dim = check_rotary(op, positions, table, q.size(0), q.size(2), scope.device);
+    launch_rope_quant_query(params, {static_cast<int>(q.size(1)), rope_dim, data<const int32_t>(positions), data<const float>(table)});
 }
 
 inline LogitsParams logits_params(const char* op, const Tensor& q_codes, const Tensor& q_scale, const Tensor& weights,

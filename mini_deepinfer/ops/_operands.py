@@ -57,9 +57,9 @@ def check_rotary(op: str, name: str, x: Tensor, positions: Tensor, table: Tensor
         raise ValueError(f"{op}: {name} must have an even head dim of at least R={2 * table.shape[1]} (table), got {x.shape[-1]}")
 
 
-def check_out(op: str, out: Tensor | None, like: Tensor) -> Tensor:
-    """`out` after its checks, or a new tensor like `like`."""
+def check_out(op: str, out: Tensor | None, like: Tensor, *letters: str) -> Tensor:
+    """`out` after its checks, or a new tensor like `like`, whose dims are called `letters`."""
     if out is None:
         return torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    check_operand(op, "out", out, (like.dtype,), {f"dim{i}": size for i, size in enumerate(like.shape)}, like)
+    check_operand(op, "out", out, (like.dtype,), dict(zip(letters, like.shape, strict=True)), like)
     return out

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mini_deepinfer.ops import elementwise
 from mini_deepinfer.ops._dispatch import call, register_self_test, select
-from mini_deepinfer.ops._operands import COMPUTE_DTYPES, check_eps, check_groups, check_operand, check_rotary, dtype_name
+from mini_deepinfer.ops._operands import COMPUTE_DTYPES, check_eps, check_groups, check_operand, check_out, check_rotary, dtype_name
 from mini_deepinfer.ops.reference import attention as reference
 
 KERNEL_HEAD_DIM = 512  # the only D the compiled sparse attention takes
@@ -193,7 +193,7 @@ def sparse(
     """
     op = "attention.sparse"
     _check_sparse(op, q, window, window_idx, compressed, compressed_idx, compressed_len, sink)
-    out = _sparse_output(op, q, out)
+    out = check_out(op, out, q, "T", "H", "D")
     if q.shape[0] == 0:
         return out
     chosen = select(op, q, impl=impl)
@@ -231,13 +231,6 @@ def _check_sparse(
             raise ValueError(f"{op}: compressed_len needs compressed and compressed_idx, got neither")
         check_operand(op, "compressed_len", compressed_len, (torch.int32,), {"T": tokens}, q)
     check_operand(op, "sink", sink, (torch.float32,), {"H": heads}, q)
-
-
-def _sparse_output(op: str, q: Tensor, out: Tensor | None) -> Tensor:
-    if out is None:
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    check_operand(op, "out", out, (q.dtype,), {"T": q.shape[0], "H": q.shape[1], "D": q.shape[2]}, q)
-    return out
 
 
 def _check_kernel_sizes(op: str, q: Tensor) -> None:
@@ -286,7 +279,7 @@ def sparse_rope(
     op = "attention.sparse_rope"
     _check_sparse(op, q, window, window_idx, compressed, compressed_idx, compressed_len, sink)
     check_rotary(op, "q", q, positions, table)
-    out = _sparse_output(op, q, out)
+    out = check_out(op, out, q, "T", "H", "D")
     if q.shape[0] == 0:
         return out
     operands = (window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale)

@@ -257,8 +257,7 @@ def grouped_gemm(
     if impl == "sm90":
         row_byte, exact = _cached_row_scale(weight_scale, weight)
         if exact:
-            folded = torch.empty(m, -(-k // 128) * 128, dtype=torch.uint8, device=a.device)
-            extra = (row_byte, folded, torch.empty(m, dtype=torch.float32, device=a.device))
+            extra = (row_byte, *_empty_folded(m, k, a.device))
         elif forced:
             raise RuntimeError(f"{op}: impl 'sm90' needs weight scales within {_FOLD_BINADES} binades in every row; use impl='portable'")
         else:

@@ -434,11 +434,8 @@ def test_no_rows(cuda: torch.device) -> None:
 # -- combine ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens, k, n", [(1, 1, 8), (5, 2, 64), (33, 6, 5120), (300, 6, 1288), (7, 32, 9216), (0, 6, 64)])
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("with_shared", [False, True])
-def test_combine(cuda: torch.device, tokens: int, k: int, n: int, out_dtype: torch.dtype, with_shared: bool) -> None:
-    """Rows nobody names are NaN; the fp32 sums are in slot order, so they equal the reference bit for bit."""
+def combine_operands(tokens: int, k: int, n: int) -> tuple[torch.Generator, torch.Tensor, torch.Tensor]:
+    """The generator, y [2 * tokens * k + 1, n] and row_of_slot [tokens, k]: most slots have no row here, rows nobody names are NaN."""
     g = generator(tokens + n)
     slots = tokens * k
     rows = torch.randperm(2 * slots + 1, generator=g)[:slots].view(tokens, k).int()
@@ -446,6 +443,15 @@ def test_combine(cuda: torch.device, tokens: int, k: int, n: int, out_dtype: tor
     y = torch.full((2 * slots + 1, n), float("nan"), dtype=torch.bfloat16)
     live = rows[rows >= 0].long()
     y[live] = normal(g, live.numel(), n)
+    return g, y, rows
+
+
+@pytest.mark.parametrize("tokens, k, n", [(1, 1, 8), (5, 2, 64), (33, 6, 5120), (300, 6, 1288), (7, 32, 9216), (0, 6, 64)])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("with_shared", [False, True])
+def test_combine(cuda: torch.device, tokens: int, k: int, n: int, out_dtype: torch.dtype, with_shared: bool) -> None:
+    """Rows nobody names are NaN; the fp32 sums are in slot order, so they equal the reference bit for bit."""
+    g, y, rows = combine_operands(tokens, k, n)
     shared = normal(g, tokens, n) if with_shared else None
     out = moe.combine(y.to(cuda), rows.to(cuda), None if shared is None else shared.to(cuda), out_dtype, impl="portable")
     assert bool(out.isfinite().all())
@@ -459,13 +465,7 @@ def test_combine(cuda: torch.device, tokens: int, k: int, n: int, out_dtype: tor
 )
 def test_combine_parts(cuda: torch.device, tokens: int, k: int, n: int, num_parts: int, rank: int, with_shared: bool) -> None:
     """The bits of two passes: this rank's sums as another row, then all ranks' in rank order."""
-    g = generator(tokens + n)
-    slots = tokens * k
-    rows = torch.randperm(2 * slots + 1, generator=g)[:slots].view(tokens, k).int()
-    rows[torch.rand(tokens, k, generator=g) < 0.6] = -1
-    y = torch.full((2 * slots + 1, n), float("nan"), dtype=torch.bfloat16)
-    live = rows[rows >= 0].long()
-    y[live] = normal(g, live.numel(), n)
+    g, y, rows = combine_operands(tokens, k, n)
     parts = normal(g, num_parts * tokens, n).view(num_parts, tokens, n)
     shared = normal(g, tokens, n) if with_shared else None
     out = moe.combine_parts(y.to(cuda), rows.to(cuda), parts.to(cuda), rank, None if shared is None else shared.to(cuda), impl="portable")

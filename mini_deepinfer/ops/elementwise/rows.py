@@ -188,7 +188,7 @@ def rope(
     """
     op = "elementwise.rope"
     _check_rope(op, x, positions, table)
-    out = check_out(op, out, x)
+    out = check_out(op, out, x, "T", "h", "d")
     impl = select(op, x, impl=impl)
     if impl == "reference":
         return reference.rope(x, positions, table, inverse, out)

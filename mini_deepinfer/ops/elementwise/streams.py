@@ -186,7 +186,7 @@ def hc_expand(
     tokens, _, width = _check_streams(op, streams)
     check_operand(op, "y", y, (streams.dtype,), {"T": tokens, "N": width}, streams)
     _check_coefficients(op, streams, post, comb)
-    out = check_out(op, out, streams)
+    out = check_out(op, out, streams, "T", "n", "N")
     impl = select(op, streams, impl=impl)
     if impl == "reference":
         return reference.hc_expand(y, streams, post, comb, out)
@@ -251,7 +251,7 @@ def hc_expand_mix(
     op = "elementwise.hc_expand_mix"
     site = (fn, base, scale, sinkhorn_iters, hc_eps, norm_eps)
     _check_expand_mix(op, y, streams, last_pre, last_post, last_comb, site)
-    out = check_out(op, out, streams)
+    out = check_out(op, out, streams, "T", "n", "N")
     impl = select(op, streams, impl=impl)
     if impl == "reference":
         return _reference_expand_mix(y, streams, last_pre, last_post, last_comb, site, out)
@@ -296,7 +296,7 @@ def hc_expand_mix_norm_quant(
     tokens, _, width = streams.shape
     check_groups(op, "streams", width)
     check_operand(op, "norm_weight", norm_weight, COMPUTE_DTYPES, {"N": width}, streams)
-    out = check_out(op, out, streams)
+    out = check_out(op, out, streams, "T", "n", "N")
     impl = select(op, streams, impl=impl)
     if impl == "reference":
         out, x, *coefficients = _reference_expand_mix(y, streams, last_pre, last_post, last_comb, site, out)
@@ -344,7 +344,7 @@ def engram_gate(
     check_operand(op, "q_weight", q_weight, COMPUTE_DTYPES, {"n": n, "N": width}, streams)
     check_operand(op, "k_weight", k_weight, COMPUTE_DTYPES, {"n": n, "N": width}, streams)
     check_eps(op, "eps", eps)
-    out = check_out(op, out, streams)
+    out = check_out(op, out, streams, "T", "n", "N")
     impl = select(op, streams, impl=impl)
     if impl == "reference":
         return reference.engram_gate(streams, z, q_weight, k_weight, eps, out)
