@@ -30,9 +30,9 @@
 // A warp's lane 0 arrives on `empty` for all lanes, after __syncwarp; compute-sanitizer's racecheck does not follow that and reports
 // the reads before it (none when every lane arrives).
 // Head sums: score_tile.cuh. The order inside a bucket depends on atomics, a key's score does not depend on that order.
-// Limits: Hi <= 32, Di = 128, blocks of 8, pages of whole blocks, at most kMaxBuckets buckets (three rounds of 132 SMs: 478,368
-// entries in the page tables of all sequences) and kMaxCandidates candidates;
-// otherwise, or without a workspace, candidate_logits.cu does everything. Workspace: candidate_workspace_bytes().
+// Limits: Hi <= 32, Di = 128, blocks of 8, pages of whole blocks, kMaxFoldedCandidates candidates, kMaxFoldedEntries entries in the
+// page tables of all sequences (14 rounds of 132 SMs; every round goes through all tokens, about 0.1 ms for 4,096 of them that
+// want none of its blocks). ops/indexer.py gives what is past them to candidate_logits.cu. Workspace: candidate_workspace_bytes().
 // SASS: IGMMA
 #include "common/launch.h"
 #include "common/math.h"
@@ -48,9 +48,9 @@
 namespace mdi::indexer {
 namespace folded {  // its own names: on the CPU it shares a translation unit with candidate_logits.cu
 
-constexpr int kDim = 128;
-constexpr int kHeads = 32;
-constexpr int kBlockKeys = 8;
+constexpr int kDim = kFoldedHeadDim;
+constexpr int kHeads = kFoldedHeads;
+constexpr int kBlockKeys = kFoldedBlock;
 constexpr int kCodeBytes = kBlockKeys * kDim;
 constexpr int kFactorBytes = kBlockKeys * 4;
 constexpr int kGroups = 7;     // warpgroups that score
@@ -59,8 +59,7 @@ constexpr int kProducers = 2;  // warps that fetch; one takes 480 cycles a token
 constexpr int kSlots = kGroups * kBuffers;
 constexpr int kThreads = (4 * kGroups + kProducers) * 32;
 static_assert(kSlots % kProducers == 0, "a token of a warpgroup always has the same producer");
-constexpr int kMaxBuckets = 512;
-constexpr int kMaxCandidates = 8192;
+constexpr int kMaxOwners = 256;  // more SMs stay idle
 constexpr int kSharedBytes = 227 * 1024;
 
 // What a warpgroup needs of a token: its folded query rows as wgmma reads them, and the weights.
@@ -90,13 +89,18 @@ MDI_HOST_DEVICE constexpr uint32_t make_item(int position, int slot, int num_vis
 }
 MDI_HOST_DEVICE constexpr uint32_t column_bytes_of(uint32_t item) { return item & 0x1fff0u; }
 MDI_HOST_DEVICE constexpr uint32_t slot_bits_of(uint32_t item) { return item & 0x1fe0000u; }  // slot << 17
-static_assert(kMaxSlots <= 1 << 8 && kMaxCandidates <= 1 << 13, "fields of an item");
-static_assert(int64_t{kMaxBuckets} * kMaxBuckets * kMaxSlots < int64_t{1} << 32, "division by multiplication");
+static_assert(kMaxSlots <= 1 << 8 && kMaxFoldedCandidates <= 1 << 13, "fields of an item");
+
+constexpr int64_t kMaxBlocks = kMaxFoldedEntries / kBlockKeys;  // of all sequences
+// At least rounds x thread blocks, whatever their number
+constexpr int64_t buckets_of(int64_t num_blocks) { return num_blocks / 100 + 2 * kMaxOwners; }
+static_assert(kMaxSlots >= 100 && buckets_of(kMaxBlocks) < 1 << 16, "a bucket is half a word");
+static_assert(kMaxBlocks * kMaxOwners < int64_t{1} << 32, "division by multiplication");
 
 struct Workspace {
     TokenRecord* tokens;      // [T]
     uint32_t* items;          // [T, C]: items of bucket b at offsets[b]..offsets[b + 1]
-    uint16_t* offsets;        // [T, kMaxBuckets + 1]
+    uint16_t* offsets;        // [T, num_buckets + 1]
     uint8_t* marked_blocks;   // [B, blocks]
     uint8_t* marked_tokens;   // [T]
     int32_t* any_marked;      // [1]
@@ -106,6 +110,7 @@ struct Workspace {
     int num_owners;           // G: thread blocks of `score`
     int num_slots;            // key blocks of a thread block and round
     int num_rounds;
+    int num_buckets;          // rounds x thread blocks
 };
 
 int64_t place(int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t num_candidates, uint8_t* base, Workspace& w) {
@@ -118,7 +123,7 @@ int64_t place(int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t 
     w.tokens = reinterpret_cast<TokenRecord*>(take(num_tokens * static_cast<int64_t>(sizeof(TokenRecord))));
     w.items_stride = align_up<int64_t>(num_candidates, 4);
     w.items = reinterpret_cast<uint32_t*>(take(num_tokens * w.items_stride * 4 + 16));
-    w.offsets = reinterpret_cast<uint16_t*>(take(num_tokens * (kMaxBuckets + 1) * 2));
+    w.offsets = reinterpret_cast<uint16_t*>(take(num_tokens * (buckets_of(num_seqs * num_blocks) + 1) * 2));
     w.marked_blocks = take(num_seqs * num_blocks);
     w.marked_tokens = take(num_tokens);
     w.any_marked = reinterpret_cast<int32_t*>(take(16 + num_seqs * 4));
@@ -139,15 +144,11 @@ constexpr int kPrepareThreads = 256;
 
 // count[0..size) becomes its exclusive prefix sum; the whole thread block.
 __device__ __forceinline__ void prefix_sums(int* count, int size) {
-    constexpr int kEach = kMaxBuckets / kPrepareThreads;
     __shared__ int warp_total[kPrepareThreads / 32];
-    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-    int mine[kEach], total = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-        mine[i] = thread * kEach + i < size ? count[thread * kEach + i] : 0;
-        total += mine[i];
-    }
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, each = ceil_div(size, kPrepareThreads);
+    const int first = min_of(size, thread * each), last = min_of(size, first + each);
+    int total = 0;
+    for (int i = first; i < last; ++i) total += count[i];
     int before = total;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -158,10 +159,10 @@ __device__ __forceinline__ void prefix_sums(int* count, int size) {
     __syncthreads();
     before -= total;
     for (int i = 0; i < thread / 32; ++i) before += warp_total[i];
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-        if (thread * kEach + i < size) count[thread * kEach + i] = before;
-        before += mine[i];
+    for (int i = first; i < last; ++i) {
+        const int mine = count[i];
+        count[i] = before;
+        before += mine;
     }
     __syncthreads();
 }
@@ -189,16 +190,16 @@ __device__ __forceinline__ bool fold_query(const LogitsParams& p, int64_t token,
 }
 
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p, Workspace w) {
-    // per candidate: its item and its bucket, then the items in bucket order
+    // per candidate: its item and its bucket, then the items in bucket order; and the number of items of every bucket
     extern __shared__ uint8_t shared_bytes[];
     uint32_t* sorted = reinterpret_cast<uint32_t*>(shared_bytes);
     uint32_t* items = sorted + p.num_candidates;
     uint32_t* places = items + p.num_candidates;  // bucket << 16 | rank inside it
-    __shared__ int count[kMaxBuckets];
+    int* count = reinterpret_cast<int*>(places + p.num_candidates);
     __shared__ uint4 image[kHeads * kDim / 16];
     const int64_t token = blockIdx.x;
     const int seq = p.seq_of_token[token], visible = visible_of(p, token, seq);
-    const int num_buckets = w.num_owners * w.num_rounds;
+    const int num_buckets = w.num_buckets;
     for (int i = threadIdx.x; i < num_buckets; i += kPrepareThreads) count[i] = 0;
     bool ok = true;
     constexpr int kAhead = 8;  // candidates of a thread that are asked for before the queries are folded
@@ -224,8 +225,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
 
     const int limit = ceil_div(visible, kBlockKeys);  // blocks from here on have no visible entry
     const int first = seq * w.num_blocks;             // number of the sequence's first block
-    // number * inverse >> 32 is number / num_owners while their product is below 2^32; numbers are below kMaxBuckets * kMaxSlots
-    const uint32_t inverse = 0xffffffffu / static_cast<uint32_t>(w.num_owners) + 1;
+    // number * inverse >> 32 is number / num_owners while their product is below 2^32
+    const uint64_t inverse = 0xffffffffu / static_cast<uint32_t>(w.num_owners) + uint64_t{1};
     uint4* out = reinterpret_cast<uint4*>(p.out + token * p.out_stride);
     bool fits = true;
     for (int base = threadIdx.x; base < p.num_candidates; base += kAhead * kPrepareThreads) {
@@ -238,7 +239,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
             const bool seen = id >= 0 && id < limit;
             if (seen) {
                 const int number = first + id;
-                const int turn = static_cast<int>(static_cast<uint64_t>(number) * inverse >> 32);
+                const int turn = static_cast<int>(static_cast<uint32_t>(number) * inverse >> 32);
                 const int round = w.num_rounds == 1 ? 0 : turn / w.num_slots;
                 const int bucket = round * w.num_owners + number - turn * w.num_owners;
                 const int rank = atomicAdd(&count[bucket], 1);
@@ -253,7 +254,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
             places[i] = place;
         }
     }
-    uint16_t* offsets = w.offsets + token * (kMaxBuckets + 1);
+    uint16_t* offsets = w.offsets + token * (num_buckets + 1);
     if (__syncthreads_or(!fits) != 0) {  // a block that is named many times: the second pass scores this token
         for (int i = threadIdx.x; i <= num_buckets; i += kPrepareThreads) offsets[i] = 0;
         if (threadIdx.x == 0) {
@@ -439,7 +440,7 @@ __device__ __forceinline__ void produce(const LogitsParams& p, const Workspace& 
                                         uint32_t& phase) {
     const int lane = threadIdx.x % 32, end_token = padded_tokens(p.num_tokens);
     const auto offset_of = [&](int token, int which) {
-        const int64_t at_token = static_cast<int64_t>(token) * (kMaxBuckets + 1);
+        const int64_t at_token = static_cast<int64_t>(token) * (w.num_buckets + 1);
         return token < p.num_tokens ? static_cast<int>(w.offsets[at_token + bucket + which]) : 0;
     };
     constexpr uint32_t kStep = kProducers * static_cast<uint32_t>(sizeof(TokenSlot));
@@ -599,15 +600,16 @@ void launch_score(const LogitsParams& p, const Workspace& w) {
            {dim3(static_cast<unsigned>(w.num_owners)), dim3(kThreads), bytes, p.stream}, p, w);
 }
 
-// Deals the key blocks of all sequences to the SMs; false: more than kMaxBuckets could hold.
-bool deal(const LogitsParams& p, Workspace& w) {
-    int device = 0;
+// Deals the key blocks of all sequences to the SMs.
+void deal(const LogitsParams& p, Workspace& w) {
+    int device = 0, num_sms = 0;
     check_cuda("indexer.candidate_logits", cudaGetDevice(&device));
-    check_cuda("indexer.candidate_logits", cudaDeviceGetAttribute(&w.num_owners, cudaDevAttrMultiProcessorCount, device));
-    const int64_t each = ceil_div<int64_t>(static_cast<int64_t>(p.num_seqs) * w.num_blocks, w.num_owners);
-    w.num_rounds = static_cast<int>(min_of<int64_t>(ceil_div<int64_t>(each, kMaxSlots), kMaxBuckets + 1));
-    w.num_slots = static_cast<int>(ceil_div<int64_t>(each, max_of(w.num_rounds, 1)));
-    return each > 0 && w.num_owners > 1 && w.num_rounds * w.num_owners <= kMaxBuckets;
+    check_cuda("indexer.candidate_logits", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+    w.num_owners = min_of(num_sms, kMaxOwners);
+    const int each = max_of(1, ceil_div(p.num_seqs * w.num_blocks, w.num_owners));
+    w.num_rounds = ceil_div(each, kMaxSlots);
+    w.num_slots = ceil_div(each, w.num_rounds);
+    w.num_buckets = w.num_rounds * w.num_owners;
 }
 
 }  // namespace folded
@@ -619,23 +621,15 @@ int64_t candidate_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t 
 
 void launch_candidate_logits_sm90(const LogitsParams& params) {
     LogitsParams p = params;
-    const bool folds = p.workspace != nullptr && p.head_dim == folded::kDim && p.num_heads <= folded::kHeads &&
-                       p.block_size == folded::kBlockKeys && p.entries_per_page % folded::kBlockKeys == 0 &&
-                       p.num_candidates <= folded::kMaxCandidates && reinterpret_cast<uintptr_t>(p.keys) % 16 == 0 &&
-                       reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && p.out_stride % 8 == 0;
     folded::Workspace w;
-    if (folds)
-        folded::place(p.num_tokens, p.num_seqs, static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page / folded::kBlockKeys,
-                      p.num_candidates, p.workspace, w);
-    if (!folds || !folded::deal(p, w)) {
-        launch_candidate_logits(p);
-        return;
-    }
+    folded::place(p.num_tokens, p.num_seqs, static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page / folded::kBlockKeys,
+                  p.num_candidates, p.workspace, w);
+    folded::deal(p, w);
     check_cuda("indexer.candidate_logits",
                cudaMemsetAsync(w.any_marked, 0, 16 + static_cast<size_t>(p.num_seqs) * sizeof(int32_t), p.stream));
     launch("indexer.candidate_logits", folded::prepare_kernel,
            {dim3(static_cast<unsigned>(p.num_tokens)), dim3(folded::kPrepareThreads),
-            static_cast<size_t>(p.num_candidates) * 3 * sizeof(uint32_t), p.stream},
+            (static_cast<size_t>(p.num_candidates) * 3 + w.num_buckets) * sizeof(uint32_t), p.stream},
            p, w);
     if (p.num_heads <= 8) folded::launch_score<1>(p, w);
     else if (p.num_heads <= 16) folded::launch_score<2>(p, w);

@@ -33,9 +33,8 @@
 // the reads before it (none when every lane arrives).
 // Shared memory: 2 x 65.3 KiB of queries (double-buffered) + 6 x 9 KiB of key tiles = 185 KiB.
 // Workspace: logits_workspace_bytes(), about 4.1 KiB a token + 132 bytes a sequence and column.
-// Limits: Hi <= 32, Di = 128, row stride of the scores <= 2^26; otherwise, or without a workspace, the portable kernel runs.
-// ops/indexer.py gives no workspace for other shapes, for batches of fewer than 16 tokens a sequence (they would fold more keys
-// than they score), and past 2 GiB.
+// Limits: Hi <= 32, Di = 128, row stride of the scores <= kMaxFoldedStride. ops/indexer.py gives to the portable kernel what is past
+// them, batches of fewer than 16 tokens a sequence (they would fold more keys than they score) and workspaces of more than 2 GiB.
 // SASS: IGMMA
 #include "common/launch.h"
 #include "common/math.h"
@@ -49,15 +48,14 @@
 namespace mdi::indexer {
 namespace {
 
-constexpr int kHeads = 32;
-constexpr int kDim = 128;
+constexpr int kHeads = kFoldedHeads;
+constexpr int kDim = kFoldedHeadDim;
 constexpr int kTokens = 16;                   // of a unit
 constexpr int kGroups = 4;                    // warpgroups that score
 constexpr int kGroupTokens = kTokens / kGroups;
 constexpr int kTileKeys = 64;
 constexpr int kStages = 6;
 constexpr int kImageBytes = kGroupTokens * kHeads * kDim;  // one warpgroup's queries
-constexpr int64_t kMaxStride = 1 << 26;       // 16 rows of scores are addressed with 32 bits
 
 struct Run {  // tokens begin..end-1 of the block belong to sequence seq; the most visible of them sees `limit` entries
     int begin, end, seq, limit;
@@ -518,10 +516,6 @@ int64_t logits_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t num
 
 void launch_logits_sm90(const LogitsParams& params) {
     if (params.num_tokens == 0 || params.num_cols == 0) return;
-    if (params.workspace == nullptr || params.out_stride > kMaxStride) {
-        launch_logits(params);
-        return;
-    }
     LogitsParams p = params;
     Workspace w;
     place(p.num_tokens, p.num_seqs, p.num_cols, p.workspace, w);
