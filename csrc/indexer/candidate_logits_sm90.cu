@@ -27,8 +27,6 @@
 //
 // Byte order of a block in shared memory: 16 bytes at 256 * s + 16 * (4 * (g % 4) + t) are the A fragment of K step s of lane
 // (g, t): words 2s and 2s + 1 of quarter t of key g % 4, interleaved with those of key g % 4 + 4.
-// A warp's lane 0 arrives on `empty` for all lanes, after __syncwarp; compute-sanitizer's racecheck does not follow that and reports
-// the reads before it (none when every lane arrives).
 // Head sums: score_tile.cuh. The order inside a bucket depends on atomics, a key's score does not depend on that order.
 // Limits: Hi <= 32, Di = 128, blocks of 8, pages of whole blocks, kMaxFoldedCandidates candidates, kMaxFoldedEntries entries in the
 // page tables of all sequences (14 rounds of 132 SMs; every round goes through all tokens, about 0.1 ms for 4,096 of them that
@@ -376,7 +374,12 @@ __device__ __forceinline__ void store_where(uint32_t x, uint32_t threshold, uint
 
 // Keeps a value in its register: without it the compiler computes it again for every item.
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
-__device__ __forceinline__ void keep(uint64_t& x) { asm volatile("" : "+l"(x)); }
+
+// x, from the lane itself: a value that the assembler does not compute again either.
+__device__ __forceinline__ uint32_t pinned(uint32_t x) { return __shfl_sync(0xffffffffu, x, threadIdx.x % 32); }
+__device__ __forceinline__ uint64_t pinned(uint64_t x) {
+    return pinned(static_cast<uint32_t>(x)) | static_cast<uint64_t>(pinned(static_cast<uint32_t>(x >> 32))) << 32;
+}
 
 // wgmma.mma_async.sync.aligned.m64nNk32.s32.s8.s8, N = 8 kTiles: d = a * b (+ d when `accumulate`); a from registers, b K-major in
 // shared memory
@@ -479,77 +482,75 @@ template <int kTiles>
 __device__ __forceinline__ void consume(const LogitsParams& p, const Workspace& w, const Shared& at, int group, uint32_t& phase) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint32_t key = g % 4 + 4 * (t % 2);  // of the lane's block, see the sums below
-    uint32_t threshold = t < 2 ? (key + 1) << 28 : 0xffffffffu;  // lanes t >= 2 hold what lanes t < 2 store
-    uint32_t my_rows = at.rows + lane % 16 * 16, my_factors = at.factors + key * 4, my_weights = kHeads * kDim + t * 16;
-    uint32_t odd = lane % 2;
+    const uint32_t threshold = t < 2 ? (key + 1) << 28 : 0xffffffffu;  // lanes t >= 2 hold what lanes t < 2 store
+    const uint32_t my_rows = pinned(at.rows + lane % 16 * 16), my_factors = pinned(at.factors + key * 4);
+    const uint32_t my_weights = kHeads * kDim + t * 16;
+    const bool odd = lane % 2 != 0;
     uint32_t start = 2 * warp + lane / 16;  // the lane's first item; in turns: the last ones must not always fall to the same warps
     uint64_t row_out = reinterpret_cast<uint64_t>(p.out + group * p.out_stride + key);
-    keep(threshold), keep(my_rows), keep(my_factors), keep(my_weights), keep(odd), keep(start), keep(row_out);
-    constexpr uint32_t kStep = kGroups * static_cast<uint32_t>(sizeof(TokenSlot));
-    uint32_t source = at.slots + group * static_cast<uint32_t>(sizeof(TokenSlot)), full = at.full + 8 * group;
-    const uint32_t end_source = source + kBuffers * kStep;
+    const uint64_t row_step = pinned(static_cast<uint64_t>(kGroups * 2 * p.out_stride));
+    const uint32_t first_source = at.slots + group * static_cast<uint32_t>(sizeof(TokenSlot)), first_full = at.full + 8 * group;
     const int end_token = padded_tokens(p.num_tokens);
     uint4 a[4] = {};
-    for (int token = group; token < end_token; token += kGroups) {
-        ptx::mbarrier_wait(full, phase);
-        const uint2 items = load_shared_64(source + static_cast<uint32_t>(offsetof(TokenSlot, first)));
-        uint32_t weight[2 * kTiles];
-        const uint4 pairs = load_shared_128(source + my_weights);
-        const uint32_t pair[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
+    for (int token = group; token < end_token; token += kSlots, phase ^= 1) {
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) weight[2 * n] = pair[n] << 16, weight[2 * n + 1] = pair[n] & 0xffff0000u;
-        fence_registers(weight);  // unpacked once
-        const int count = __shfl_sync(0xffffffffu, static_cast<int>(items.y), 0);  // known to be uniform
-        const uint64_t out = row_out;
-        const int index = static_cast<int>(start);
-        uint32_t list = items.x + 4 * index;
-        const uint64_t queries = smem_descriptor_k128(source);
-        int left = count;
-        const auto step = [&](auto whole) {  // whole: there are 8 items
-            const bool here = whole || index < left;
-            const uint32_t item = here ? load_shared_32(list) : 0;
-            const bool any_here = whole || __any_sync(0xffffffffu, here) != 0;  // false: this warp only takes part in the products
-            float factor = 0.0f;
-            if (any_here) {
-                const uint32_t bits = slot_bits_of(item);
-                const uint32_t row = (bits >> 7) + my_rows;
+        for (int buffer = 0; buffer < kBuffers; ++buffer) {  // straight-line code: shared addresses and descriptors are constants
+            const uint32_t source = first_source + buffer * kGroups * static_cast<uint32_t>(sizeof(TokenSlot));
+            const uint32_t full = first_full + buffer * 8 * kGroups;
+            ptx::mbarrier_wait(full, phase);
+            const uint2 items = load_shared_64(source + static_cast<uint32_t>(offsetof(TokenSlot, first)));
+            uint32_t weight[2 * kTiles];
+            const uint4 pairs = load_shared_128(source + my_weights);
+            const uint32_t pair[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
 #pragma unroll
-                for (int k = 0; k < 4; ++k) a[k] = load_shared_128(row + 256 * k);
-                factor = bits_float(load_shared_32((bits >> 12) + my_factors));
-            }
-            uint32_t acc[4 * kTiles];
-            fence_registers(acc);
+            for (int n = 0; n < kTiles; ++n) weight[2 * n] = pair[n] << 16, weight[2 * n + 1] = pair[n] & 0xffff0000u;
+            fence_registers(weight);  // unpacked once
+            int left = __shfl_sync(0xffffffffu, static_cast<int>(items.y), 0);  // known to be uniform
+            uint32_t list = items.x + 4 * start;
+            const uint64_t queries = smem_descriptor_k128(source);
+            const auto step = [&](auto whole) {  // whole: there are 8 items
+                const bool here = whole || static_cast<int>(start) < left;
+                const uint32_t item = here ? load_shared_32(list) : 0;
+                const bool any_here = whole || __any_sync(0xffffffffu, here) != 0;  // false: this warp only takes part in the products
+                float factor = 0.0f;
+                if (any_here) {
+                    const uint32_t bits = slot_bits_of(item);
+                    const uint32_t row = (bits >> 7) + my_rows;
 #pragma unroll
-            for (int k = 0; k < 4; ++k) keep(a[k].x), keep(a[k].y), keep(a[k].z), keep(a[k].w);
-            wgmma_fence();
+                    for (int k = 0; k < 4; ++k) a[k] = load_shared_128(row + 256 * k);
+                    factor = bits_float(load_shared_32((bits >> 12) + my_factors));
+                }
+                uint32_t acc[4 * kTiles];
+                fence_registers(acc);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) wgmma_s8<kTiles>(acc, a[k], advance_descriptor(queries, 32 * k), k > 0);
-            wgmma_commit();
-            wgmma_wait<0>();
-            fence_registers(acc);
-            if (!any_here) return;
-            // Sums start from -0, that is from their first term; against +0 that can only make a zero negative, see below
-            float low = -0.0f, high = -0.0f;
+                for (int k = 0; k < 4; ++k) keep(a[k].x), keep(a[k].y), keep(a[k].z), keep(a[k].w);
+                wgmma_fence();
 #pragma unroll
-            for (int n = 0; n < kTiles; ++n) {
-                add_folded_heads(low, acc[4 * n], acc[4 * n + 1], weight[2 * n], weight[2 * n + 1]);
-                add_folded_heads(high, acc[4 * n + 2], acc[4 * n + 3], weight[2 * n], weight[2 * n + 1]);
-            }
-            // lanes of even t go on with the low row, of odd t with the high one: p0 + p1 and p2 + p3
-            float sum = (odd != 0 ? high : low) + __shfl_xor_sync(0xffffffffu, odd != 0 ? low : high, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-            // + 0: a sum of nothing but zeros is +0 in the reference
-            const uint16_t value = to_bf16_bits(__fmaf_rn(sum, factor, 0.0f));
-            store_where(item, threshold, out + column_bytes_of(item), value);
-        };
-        for (; left >= 8; left -= 8, list += 32) step(std::true_type());
-        if (left != 0) step(std::false_type());
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(full + 8 * kSlots);  // empty
-        start = (start + 2) & 7;
-        row_out += kGroups * 2 * p.out_stride;
-        source += kStep, full += 8 * kGroups;
-        if (source == end_source) source -= kBuffers * kStep, full -= 8 * kSlots, phase ^= 1;
+                for (int k = 0; k < 4; ++k) wgmma_s8<kTiles>(acc, a[k], advance_descriptor(queries, 32 * k), k > 0);
+                wgmma_commit();
+                wgmma_wait<0>();
+                fence_registers(acc);
+                if (!any_here) return;
+                // Sums start from -0, that is from their first term; against +0 that can only make a zero negative, see below
+                float low = -0.0f, high = -0.0f;
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n) {
+                    add_folded_heads(low, acc[4 * n], acc[4 * n + 1], weight[2 * n], weight[2 * n + 1]);
+                    add_folded_heads(high, acc[4 * n + 2], acc[4 * n + 3], weight[2 * n], weight[2 * n + 1]);
+                }
+                // lanes of even t go on with the low row, of odd t with the high one: p0 + p1 and p2 + p3
+                float sum = (odd ? high : low) + __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+                sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+                // + 0: a sum of nothing but zeros is +0 in the reference
+                const uint16_t value = to_bf16_bits(__fmaf_rn(sum, factor, 0.0f));
+                store_where(item, threshold, row_out + column_bytes_of(item), value);
+            };
+            for (; left >= 8; left -= 8, list += 32) step(std::true_type());
+            if (left != 0) step(std::false_type());
+            ptx::mbarrier_arrive(full + 8 * kSlots);  // empty; every lane: faster than one lane after __syncwarp
+            start = (start + 2) & 7;
+            row_out += row_step;
+        }
     }
 }
 
@@ -565,7 +566,7 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Work
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSlots; ++i) {
             ptx::mbarrier_init(at.full + 8 * i, 1);
-            ptx::mbarrier_init(at.empty + 8 * i, 4);
+            ptx::mbarrier_init(at.empty + 8 * i, 128);
         }
         ptx::fence_mbarrier_init();
     }
