@@ -21,9 +21,12 @@
 // blocks (M = 16: lanes g < 4 hold the keys of the first, as rows g and g + 8, lanes g >= 4 those of the second). A warp without
 // blocks in a token's last step loads nothing and only takes part in the products.
 //
-// Measured on an H200, 4,096 tokens, 2,048 blocks of 131,072 keys each: 0.96 ms (with mma.sync, a token a warp: 1.05), 0.05 of it
-// `prepare`; without head sums 0.73 ms. Shared memory is busy 70 % of the time (275 cycles a token and SM: half of them the
-// fragments of A, a quarter B), the schedulers issue 66 %; the last step of a token is half empty on average.
+// Measured on an H200, 4,096 tokens, 2,048 blocks of 131,072 keys each: 0.90 ms (with mma.sync, a token a warp: 1.05), 0.05 of it
+// `prepare`. Shared memory takes 275 cycles of about 380 a token and SM (half of them the fragments of A, a quarter B), the last
+// step of a token is half empty on average. What counts are instructions: with the code of both buffers in a row, so that shared
+// addresses and descriptors are constants, a step has 89 and a token 33 beside them (in a loop over buffers 94 and 56: 0.96 ms).
+// What shortens waits instead does not help: items or fragments of the next step loaded ahead, three buffers, producers whose lanes
+// poll a slot each.
 //
 // Byte order of a block in shared memory: 16 bytes at 256 * s + 16 * (4 * (g % 4) + t) are the A fragment of K step s of lane
 // (g, t): words 2s and 2s + 1 of quarter t of key g % 4, interleaved with those of key g % 4 + 4.

@@ -25,12 +25,12 @@
 // warpgroup's products run beside the others' head sums: four of them, with four warps a scheduler, overlap better than two
 // with two accumulator sets each. Query rows are placed so that a lane of a quad holds all heads of one token: column 8j + 2t + e
 // is head 2j + e of token t, so head sums need no exchange. Per pair of heads: 2 conversions, 1 packing with relu, 2 bf16x2
-// multiplies, 2 additions; the four partial sums are those of score_tile.cuh: (p0 + p1) + (p2 + p3). Measured on an H200,
-// 4,096 tokens x 65,536 columns: products alone 1.29 ms, head sums alone 1.37 ms, together 1.97 ms (a guess at the rest:
-// the products take register ports from the sums).
+// multiplies, 2 additions; the four partial sums are those of score_tile.cuh: (p0 + p1) + (p2 + p3). The tiles go through the ring
+// in turns of kStages, each in straight-line code whose shared addresses and descriptors are constants: 243 instructions a tile and
+// warp, 222 of them the sums, where a loop over tiles has 272. The last turn of a run is filled up with empty tiles. Measured on an
+// H200, 4,096 tokens x 65,536 / 131,072 columns: 1.90 / 3.68 ms (in a loop over tiles 1.97 / 3.88; there products alone 1.29, head
+// sums alone 1.37 at 65,536). One multiply for both heads of a pair and two instructions that part the products is slower.
 //
-// A warp's lane 0 arrives on `empty` for all lanes, after __syncwarp; compute-sanitizer's racecheck does not follow that and reports
-// the reads before it (none when every lane arrives).
 // Shared memory: 2 x 65.3 KiB of queries (double-buffered) + 6 x 9 KiB of key tiles = 185 KiB.
 // Workspace: logits_workspace_bytes(), about 4.1 KiB a token + 132 bytes a sequence and column.
 // Limits: Hi <= 32, Di = 128, row stride of the scores <= kMaxFoldedStride. ops/indexer.py gives to the portable kernel what is past
@@ -443,8 +443,7 @@ struct Consumer {
                     const float factor_even = load_shared_float(factor), factor_odd = load_shared_float(factor + 32);
                     wgmma_wait<0>();  // meanwhile the other warpgroups add up
                     fence_registers(acc);
-                    __syncwarp();  // every lane has its factors
-                    if (lane == 0) ptx::mbarrier_arrive(full + 8 * (kStages + i));  // empty
+                    ptx::mbarrier_arrive(full + 8 * (kStages + i));  // empty
                     float sum[2];
                     head_sums(acc, weight, sum);
                     return finish(sum, factor_even, factor_odd);
@@ -460,8 +459,7 @@ struct Consumer {
                     for (int i = 0; i < kStages; ++i) {
                         if (turn + i >= num_tiles) {  // fills up the turn
                             ptx::mbarrier_wait(full + 8 * i, phase);
-                            __syncwarp();
-                            if (lane == 0) ptx::mbarrier_arrive(full + 8 * (kStages + i));
+                            ptx::mbarrier_arrive(full + 8 * (kStages + i));
                             continue;
                         }
                         const uint32_t pair = scores(i);
@@ -489,7 +487,7 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Work
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&shared.full[i]), 1);
-            ptx::mbarrier_init(ptx::smem_address(&shared.empty[i]), kGroups * 4);
+            ptx::mbarrier_init(ptx::smem_address(&shared.empty[i]), kGroups * 128);   // every lane
         }
         for (int i = 0; i < 2; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&shared.query_full[i]), 1);
