@@ -26,8 +26,8 @@ inline void define_elementwise(Library& m) {
           "Tensor(b!) out, Tensor(c!) x, Tensor(d!) pre, Tensor(e!) post, Tensor(f!) comb) -> ()");
     m.def("elementwise_hc_expand_mix_norm_quant(Tensor y, Tensor streams, Tensor last_pre, Tensor last_post, "
           "Tensor last_comb, Tensor fn, Tensor base, Tensor scale, int sinkhorn_iters, float hc_eps, float norm_eps, "
-          "Tensor norm_weight, Tensor(a!) workspace, Tensor(b!) out, Tensor(c!) x, Tensor(d!) codes, Tensor(e!) codes_scale, "
-          "Tensor(f!) pre, Tensor(g!) post, Tensor(h!) comb) -> ()");
+          "Tensor norm_weight, bool keep_x, Tensor(a!) workspace, Tensor(b!) out, Tensor(c!) x, Tensor(d!) codes, "
+          "Tensor(e!) codes_scale, Tensor(f!) pre, Tensor(g!) post, Tensor(h!) comb) -> ()");
     m.def("elementwise_hc_collapse(Tensor streams, Tensor pre, Tensor(a!) out) -> ()");
     m.def("elementwise_hc_collapse_norm(Tensor streams, Tensor pre, Tensor weight, float eps, Tensor(a!) out) -> ()");
     m.def("elementwise_hc_collapse_norm_quant(Tensor streams, Tensor pre, Tensor weight, float eps, Tensor(a!) out, "
@@ -339,8 +339,9 @@ inline void hc_expand_mix(const Tensor& y, const Tensor& streams, const Tensor& 
 inline void hc_expand_mix_norm_quant(const Tensor& y, const Tensor& streams, const Tensor& last_pre, const Tensor& last_post,
                                      const Tensor& last_comb, const Tensor& fn, const Tensor& base, const Tensor& scale,
                                      int64_t sinkhorn_iters, double hc_eps, double norm_eps, const Tensor& norm_weight,
-                                     const Tensor& workspace, const Tensor& out, const Tensor& x, const Tensor& codes,
-                                     const Tensor& codes_scale, const Tensor& pre, const Tensor& post, const Tensor& comb) {
+                                     bool keep_x, const Tensor& workspace, const Tensor& out, const Tensor& x,
+                                     const Tensor& codes, const Tensor& codes_scale, const Tensor& pre, const Tensor& post,
+                                     const Tensor& comb) {
     constexpr const char* op = "elementwise.hc_expand_mix_norm_quant";
     const DeviceScope scope(streams);
     const HcMixParams mix = mix_params(op, streams, fn, base, scale, sinkhorn_iters, hc_eps, norm_eps, workspace, pre, post,
@@ -349,7 +350,7 @@ inline void hc_expand_mix_norm_quant(const Tensor& y, const Tensor& streams, con
     check_width(op, "streams", mix.width, kQuantGroup, kMaxCollapseWidth);
     RowParams row = row_source(op, x, scope);
     add_norm(op, row, norm_weight, norm_eps, scope);
-    add_out(op, row, x, scope);
+    if (keep_x) add_out(op, row, x, scope);
     add_quant(op, row, codes, codes_scale, scope);
     launch_hc_expand_mix(p, &row);
 }

@@ -53,10 +53,12 @@ class Residual:
         """Other streams, with everything in them (engram)."""
         self._streams, self._pending = streams, None
 
-    def enter(self, site: HyperConnection, norm: torch.Tensor, profile: NumericProfile, *, folded: bool) -> Activation:
+    def enter(
+        self, site: HyperConnection, norm: torch.Tensor, profile: NumericProfile, *, folded: bool, keep_x: bool
+    ) -> Activation:
         """The next sublayer's input: the streams collapsed with the LAST site's coefficients, normed and quantised.
 
-        This site's coefficients become the current ones. folded: as in Activation.normed.
+        This site's coefficients become the current ones. folded: as in Activation.normed; keep_x False: nobody reads the input's x.
         """
         eps = site.arguments[-1]
         if self._pending is None:
@@ -71,7 +73,7 @@ class Residual:
             return Activation.normed(x, norm, eps, profile, folded=folded)
         folded = folded and Activation.folds(y)
         self._streams, x, codes, scale, self.pre, self.post, self.comb = elementwise.hc_expand_mix_norm_quant(
-            y, self._streams, self.pre, post, comb, *site.arguments, norm, folded=folded
+            y, self._streams, self.pre, post, comb, *site.arguments, norm, folded=folded, keep_x=keep_x
         )
         return Activation.quantised(x, codes, scale, profile, folded=folded)
 
@@ -118,10 +120,11 @@ class Block:
                 residual.replace(self.engram(residual.streams(), step.engram_rows[self.index]))
             step.record("engram_out", self.index, residual.streams())
         with stage("hc"):
-            act = residual.enter(self.hc_attn, self.attn_norm, self.profile, folded=True)
+            keep_x = self.attn.reads_x or step.trace is not None
+            act = residual.enter(self.hc_attn, self.attn_norm, self.profile, folded=True, keep_x=keep_x)
         self._leave("attn", act, self.attn(act, step), residual, step)
         with stage("hc"):
-            act = residual.enter(self.hc_ffn, self.ffn_norm, self.profile, folded=self.ffn.folded)
+            act = residual.enter(self.hc_ffn, self.ffn_norm, self.profile, folded=self.ffn.folded, keep_x=True)  # the router reads it
         self._leave("ffn", act, self.ffn(act, step), residual, step)
 
     def _leave(self, name: str, act: Activation, y: torch.Tensor, residual: Residual, step: Step) -> None:

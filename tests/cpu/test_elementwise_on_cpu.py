@@ -76,11 +76,11 @@ def launch(op: str, impl: str, *args: Any) -> None:
         run(name, *streams.shape, y, y.stride(0), streams, *rest)
     elif name == "hc_expand_mix_norm_quant":
         y, streams, *rest = args
-        *rest, weight, workspace, out, x, codes, scale, pre, post, comb = rest
+        *rest, weight, keep_x, workspace, out, x, codes, scale, pre, post, comb = rest
         folded = scale.dtype == torch.float32
         run(
-            name, *streams.shape, y, y.stride(0), streams, *rest, weight, weight.dtype == torch.float32, workspace, out, x,
-            codes, None if folded else scale, scale if folded else None, pre, post, comb,
+            name, *streams.shape, y, y.stride(0), streams, *rest, weight, weight.dtype == torch.float32, keep_x, workspace,
+            out, x, codes, None if folded else scale, scale if folded else None, pre, post, comb,
         )  # fmt: skip
     elif name == "engram_gate":
         streams, z, *rest = args

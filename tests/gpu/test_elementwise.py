@@ -474,6 +474,12 @@ def test_hc_expand_mix_is_the_composition(cuda: torch.device, n: int, tokens: in
         full = (wanted[0], *elementwise.rmsnorm_quant(wanted[1], weight, EPS, folded=folded), *wanted[2:])
         for name, out, want in zip(("streams", "x", "codes", "scale", "pre", "post", "comb"), got, full):
             assert_bitwise(out, want, f"hc_expand_mix_norm_quant {name}")
+        streams_out, x, *rest = elementwise.hc_expand_mix_norm_quant(
+            y, streams, last_pre, last_post, last_comb, *site, weight, folded=folded, keep_x=False, impl="portable"
+        )
+        assert x is None
+        for name, out, want in zip(("streams", "codes", "scale", "pre", "post", "comb"), (streams_out, *rest), (full[0], *full[2:])):
+            assert_bitwise(out, want, f"hc_expand_mix_norm_quant without x: {name}")
 
 
 # -- engram gate ----------------------------------------------------------------------------------------------------
@@ -617,7 +623,7 @@ def test_nothing_is_written_outside(cuda: torch.device, tokens: int, width: int)
         ("hc_expand", (x, streams, pre, comb), [(full, bf)]),
         ("hc_expand_mix", (x, streams, pre, pre, comb, fn, base, scale, 20, 1e-6, EPS),
          [((floats,), f32), (full, bf), (row, bf), ((tokens, n), f32), ((tokens, n), f32), ((tokens, n, n), f32)]),
-        ("hc_expand_mix_norm_quant", (x, streams, pre, pre, comb, fn, base, scale, 20, 1e-6, EPS, weight),
+        ("hc_expand_mix_norm_quant", (x, streams, pre, pre, comb, fn, base, scale, 20, 1e-6, EPS, weight, True),
          [((floats,), f32), (full, bf), (row, bf), (row, f8), (groups, u8), ((tokens, n), f32), ((tokens, n), f32),
           ((tokens, n, n), f32)]),
         ("engram_gate", (streams, z, gate_weight, gate_weight, EPS), [(full, bf)]),
