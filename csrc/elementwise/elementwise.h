@@ -125,6 +125,7 @@ struct HcExpandMixParams {
 };
 // row: norm and quantisation of x beside the coefficients (row->x = p.x, N <= kMaxCollapseWidth, N % 32 == 0), or null.
 void launch_hc_expand_mix(const HcExpandMixParams& p, const RowParams* row);
+void launch_hc_expand_mix_sm90(const HcExpandMixParams& p, const RowParams* row);  // the same bits
 
 struct EngramGateParams {
     int64_t num_tokens;

@@ -80,24 +80,33 @@ void launch_finish(const HcExpandMixParams& p, const RowParams& row, int threads
 }
 
 template <int kStreams>
-void launch_streams(const HcExpandMixParams& p, const RowParams* row) {
-    launch_hc_pass<kStreams, true>("elementwise.hc_expand_mix", p);
-    if (p.mix.num_tokens == 0) return;
-    if (row == nullptr) return launch_hc_coefficients(p.mix);
-    const int threads = row_threads<kFinishChunks>(row->width);
-    if (row_threads_in_halves(threads)) return launch_finish<kStreams, 2>(p, *row, threads / 2);
-    launch_finish<kStreams, 1>(p, *row, threads);
+void launch_streams_finish(const HcExpandMixParams& p, const RowParams& row) {
+    const int threads = row_threads<kFinishChunks>(row.width);
+    if (row_threads_in_halves(threads)) return launch_finish<kStreams, 2>(p, row, threads / 2);
+    launch_finish<kStreams, 1>(p, row, threads);
 }
 
 }  // namespace
 
+void launch_hc_finish(const HcExpandMixParams& p, const RowParams* row) {
+    if (p.mix.num_tokens == 0) return;
+    if (row == nullptr) return launch_hc_coefficients(p.mix);
+    switch (p.mix.num_streams) {
+        case 1: return launch_streams_finish<1>(p, *row);
+        case 2: return launch_streams_finish<2>(p, *row);
+        case 3: return launch_streams_finish<3>(p, *row);
+        default: return launch_streams_finish<4>(p, *row);
+    }
+}
+
 void launch_hc_expand_mix(const HcExpandMixParams& p, const RowParams* row) {
     switch (p.mix.num_streams) {
-        case 1: return launch_streams<1>(p, row);
-        case 2: return launch_streams<2>(p, row);
-        case 3: return launch_streams<3>(p, row);
-        default: return launch_streams<4>(p, row);
+        case 1: launch_hc_pass<1, true>("elementwise.hc_expand_mix", p); break;
+        case 2: launch_hc_pass<2, true>("elementwise.hc_expand_mix", p); break;
+        case 3: launch_hc_pass<3, true>("elementwise.hc_expand_mix", p); break;
+        default: launch_hc_pass<4, true>("elementwise.hc_expand_mix", p);
     }
+    launch_hc_finish(p, row);
 }
 
 }  // namespace mdi::elementwise

@@ -95,6 +95,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "select", lambda op, tensor, *, impl=None, compute_dtype=None: impl or "portable")
         monkeypatch.setattr(module, "call", launch)
     monkeypatch.setattr(gpu, "call", launch)
+    monkeypatch.setattr(gpu, "implementations", lambda op: ("portable",))
 
 
 QUANT_SHAPES = [(1, 32), (33, 128), (5, 1280), (3, 5120), (2, 16384)]
