@@ -6,13 +6,14 @@
 //   warps 0..9   16 columns of all n streams each; their part of fn, split in three bf16 planes, stays in registers
 //   warp 10      TMA in and out (one lane) and the coefficients of a tile's tokens (all lanes)
 //   warp 11      adds the warps' sums of a tile, in order, to the partial sums
-// A tile is 16 tokens x 160 columns: five boxes of 32 columns, each [n streams, then y][token][32 columns] with 64-byte rows and the
-// 64-byte swizzle. R' is written over the streams and x over y; TMA stores the tile from where it lies.
+// A tile is [n streams, then y][16 tokens][160 columns]. R' is written over the streams and x over y; TMA stores the tile from where
+// it lies. Rows of 320 bytes put every other token on the same banks, so that a warp's accesses take two turns: boxes of 32 columns with
+// a swizzle avoid that, but move more slowly (H200: 2 us at full clock; at 1.3 GHz they win).
 //
 // Barriers, s = stage, b = buffer of sums:
 //   full[s]   all bytes of the tile, and the 32 lanes with the coefficients
-//   done[s]   one arrival per multiplying warp: the tile's results and sums are in shared memory
-//   free[b]   warp 11 has read the buffer
+//   done[s]   every multiplying lane: the tile's results and sums are in shared memory
+//   free[b]   every lane of warp 11 has read the buffer
 // Shared memory: 7 stages x 27 KiB, 2 buffers x 16 KiB.
 // SASS: HMMA
 #include "common/ptx_sm90.cuh"
@@ -25,14 +26,9 @@ namespace {
 constexpr int kStreams = 4;
 using T = PassTraits<kStreams, true>;
 
-constexpr int kBoxColumns = 32;
-constexpr int kNumBoxes = kSlice / kBoxColumns;
-constexpr int kRowBytes = kBoxColumns * 2;
-constexpr int kPlaneBytes = kTileTokens * kRowBytes;  // of a box: one stream, or y
-constexpr int kBoxBytes = (kStreams + 1) * kPlaneBytes;
-constexpr int kTileBytes = kNumBoxes * kBoxBytes;
-constexpr int kSwizzlePeriod = 512;
-constexpr int kStageBytes = align_up(kTileBytes + kTileTokens * T::kCoefficientPitch * 4, kSwizzlePeriod);
+constexpr int kPlaneBytes = kTileTokens * kSlice * 2;  // of a tile: one stream, or y
+constexpr int kTileBytes = (kStreams + 1) * kPlaneBytes;
+constexpr int kStageBytes = align_up(kTileBytes + kTileTokens * T::kCoefficientPitch * 4, 128);
 constexpr int kMoveWarp = kMixWarps;
 constexpr int kPassThreads = 32 * (kMixWarps + 2);
 constexpr int kBuffers = 2;  // of sums
@@ -41,18 +37,9 @@ constexpr int kStages = (227 * 1024 - kBarrierBytes - kBuffers * T::kBufferFloat
 constexpr int kBuffersAt = kStages * kStageBytes;
 constexpr int kBarriersAt = kBuffersAt + kBuffers * T::kBufferFloats * 4;
 constexpr int kSmemBytes = kBarriersAt + kBarrierBytes;
-static_assert(kBoxBytes % kSwizzlePeriod == 0 && (2 * kStages + kBuffers) * 8 <= kBarrierBytes, "the swizzle; barriers");
+static_assert(kPlaneBytes % 128 == 0 && (2 * kStages + kBuffers) * 8 <= kBarrierBytes, "where TMA writes; barriers");
 
-// Rows g = 0..7 of the mma are tokens 0, 1, 4, 5, 2, 3, 6, 7 of the tile: with the swizzle the 8-byte accesses of a half-warp then
-// fall on all 32 banks.
-struct BoxTile {
-    static constexpr int kRowStride = kPlaneBytes / 2, kTokenPitch = kRowBytes / 2, kCoefficientsAt = kTileBytes;
-    MDI_DEVICE static int token_of_row(int g) { return (g & 1) | (g & 2) << 1 | (g & 4) >> 1; }
-    MDI_DEVICE static int at(int token, int warp, int t) {
-        const int chunk = (warp % 2 * 2 + t / 2) ^ (token >> 1 & 3);  // of 16 bytes
-        return (warp / 2 * kBoxBytes + token * kRowBytes + chunk * 16) / 2 + t % 2 * 4;
-    }
-};
+using Layout = TileLayout<kPlaneBytes / 2, kSlice, kTileBytes>;
 
 // streams and out [T, n, N] as (N, T, n), y and x [T, N]
 struct PassMaps {
@@ -79,22 +66,14 @@ struct Ring {
 MDI_DEVICE void load_tile(const PassMaps& maps, int tile, uint32_t stage, uint32_t full) {
     const int column = static_cast<int>(blockIdx.y) * kSlice, token = tile * kTileTokens;
     ptx::mbarrier_arrive_expect_tx(full, kTileBytes);
-#pragma unroll
-    for (int box = 0; box < kNumBoxes; ++box) {
-        const uint32_t target = stage + box * kBoxBytes;
-        ptx::tma_load_3d(target, &maps.streams, full, column + box * kBoxColumns, token, 0);
-        ptx::tma_load_2d(target + kStreams * kPlaneBytes, &maps.y, full, column + box * kBoxColumns, token);
-    }
+    ptx::tma_load_3d(stage, &maps.streams, full, column, token, 0);
+    ptx::tma_load_2d(stage + kStreams * kPlaneBytes, &maps.y, full, column, token);
 }
 
 MDI_DEVICE void store_tile(const PassMaps& maps, int tile, uint32_t stage) {
     const int column = static_cast<int>(blockIdx.y) * kSlice, token = tile * kTileTokens;
-#pragma unroll
-    for (int box = 0; box < kNumBoxes; ++box) {
-        const uint32_t source = stage + box * kBoxBytes;
-        ptx::tma_store_3d(&maps.out, source, column + box * kBoxColumns, token, 0);
-        ptx::tma_store_2d(&maps.x, source + kStreams * kPlaneBytes, column + box * kBoxColumns, token);
-    }
+    ptx::tma_store_3d(&maps.out, stage, column, token, 0);
+    ptx::tma_store_2d(&maps.x, stage + kStreams * kPlaneBytes, column, token);
     ptx::bulk_commit();
 }
 
@@ -108,11 +87,10 @@ MDI_DEVICE void multiply_tiles(const HcMixParams& p, char* smem, Barriers barrie
     for (int i = 0; i < count; ++i) {
         ptx::mbarrier_wait(barriers.full(ring.index), ring.parity);
         ptx::mbarrier_wait(barriers.free(buffer.index), buffer.parity);
-        compute_tile<kStreams, true, BoxTile>(smem + ring.index * kStageBytes, fn,
+        compute_tile<kStreams, true, Layout>(smem + ring.index * kStageBytes, fn,
                                               reinterpret_cast<float*>(smem + kBuffersAt) + buffer.index * T::kBufferFloats);
         ptx::fence_proxy_async();
-        __syncwarp();
-        if (thread_again() % 32 == 0) ptx::mbarrier_arrive(barriers.done(ring.index));
+        ptx::mbarrier_arrive(barriers.done(ring.index));
         ring.next();
         buffer.next();
     }
@@ -153,8 +131,7 @@ MDI_DEVICE void add_tiles(const HcMixParams& p, const char* smem, Barriers barri
         const float* sums = reinterpret_cast<const float*>(smem + kBuffersAt) + buffer.index * T::kBufferFloats;
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) add_warps<kStreams, true>(p, lane + 32 * half, first_tile + i, sums);
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(barriers.free(buffer.index));
+        ptx::mbarrier_arrive(barriers.free(buffer.index));
         ring.next();
         buffer.next();
     }
@@ -167,9 +144,9 @@ hc_pass_sm90_kernel(const __grid_constant__ HcExpandMixParams p, const __grid_co
     if (threadIdx.x == 0) {
         for (int s = 0; s < kStages; ++s) {
             ptx::mbarrier_init(barriers.full(s), 1 + 32);
-            ptx::mbarrier_init(barriers.done(s), kMixWarps);
+            ptx::mbarrier_init(barriers.done(s), 32 * kMixWarps);
         }
-        for (int b = 0; b < kBuffers; ++b) ptx::mbarrier_init(barriers.free(b), 1);
+        for (int b = 0; b < kBuffers; ++b) ptx::mbarrier_init(barriers.free(b), 32);
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
@@ -184,12 +161,12 @@ hc_pass_sm90_kernel(const __grid_constant__ HcExpandMixParams p, const __grid_co
 CUtensorMap stream_map(const char* what, const HcMixParams& p, const bf16* base) {
     const uint64_t row = static_cast<uint64_t>(p.width) * 2;
     return make_tensor_map({what, TmaType::kBf16, base, 3, {static_cast<uint64_t>(p.width), static_cast<uint64_t>(p.num_tokens), kStreams},
-                            {row * kStreams, row}, {kBoxColumns, kTileTokens, kStreams}, CU_TENSOR_MAP_SWIZZLE_64B});
+                            {row * kStreams, row}, {kSlice, kTileTokens, kStreams}, CU_TENSOR_MAP_SWIZZLE_NONE});
 }
 
 CUtensorMap row_map(const char* what, const HcMixParams& p, const bf16* base, int64_t stride) {
     return make_tensor_map({what, TmaType::kBf16, base, 2, {static_cast<uint64_t>(p.width), static_cast<uint64_t>(p.num_tokens)},
-                            {static_cast<uint64_t>(stride) * 2}, {kBoxColumns, kTileTokens}, CU_TENSOR_MAP_SWIZZLE_64B});
+                            {static_cast<uint64_t>(stride) * 2}, {kSlice, kTileTokens}, CU_TENSOR_MAP_SWIZZLE_NONE});
 }
 
 }  // namespace

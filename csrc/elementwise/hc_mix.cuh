@@ -52,14 +52,10 @@ struct PassTraits : MixTraits<kStreams> {
     static_assert(kAhead >= 3 && kStageBytes % 16 == 0, "a pipeline");
 };
 
-// Where a tile's columns lie in shared memory, in bf16: the four of lane t of a warp in a token's first row, the token's other rows
-// kRowStride further, the token 8 further at 8 * kTokenPitch. token_of_row: the token that is row g of the mma.
-template <int kStreams, bool kExpand>
-struct RowMajorTile {
-    using T = PassTraits<kStreams, kExpand>;
-    static constexpr int kRowStride = kSlice, kTokenPitch = T::kTokenPitch, kCoefficientsAt = T::kTileBytes;
-    MDI_DEVICE static int token_of_row(int g) { return g; }
-    MDI_DEVICE static int at(int token, int warp, int t) { return token * kTokenPitch + warp * kWarpColumns + t * 4; }
+// Where a tile lies in shared memory: bf16 between a token's rows and between tokens, and the bytes before the coefficients.
+template <int kRowStride_, int kTokenPitch_, int kCoefficientsAt_>
+struct TileLayout {
+    static constexpr int kRowStride = kRowStride_, kTokenPitch = kTokenPitch_, kCoefficientsAt = kCoefficientsAt_;
 };
 
 // This lane's part of fn for the whole kernel: the mma B operand of every stream, column tile and plane.
@@ -249,15 +245,14 @@ template <int kStreams, bool kExpand, class Layout>
 MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* buffer) {
     using T = PassTraits<kStreams, kExpand>;
     const int thread = thread_again(), warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
-    const int first = Layout::token_of_row(g);
-    uint2 row[2][kStreams];  // tokens first and first + 8
-    float* sums = buffer + warp * T::kWarpFloats + first * T::kSumPitch + 2 * t;
+    uint2 row[2][kStreams];  // tokens g and g + 8
+    float* sums = buffer + warp * T::kWarpFloats + g * T::kSumPitch + 2 * t;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        bf16* token = reinterpret_cast<bf16*>(stage) + Layout::at(first, warp, t) + 8 * r * Layout::kTokenPitch;
+        bf16* token = reinterpret_cast<bf16*>(stage) + (g + 8 * r) * Layout::kTokenPitch + warp * kWarpColumns + t * 4;
         if constexpr (kExpand) {
             const float* coefficients = reinterpret_cast<const float*>(stage + Layout::kCoefficientsAt);
-            expand_columns<kStreams, Layout::kRowStride>(token, coefficients + (first + 8 * r) * T::kCoefficientPitch, row[r]);
+            expand_columns<kStreams, Layout::kRowStride>(token, coefficients + (g + 8 * r) * T::kCoefficientPitch, row[r]);
         } else {
 #pragma unroll
             for (int s = 0; s < kStreams; ++s) row[r][s] = *reinterpret_cast<const uint2*>(token + s * Layout::kRowStride);
@@ -337,6 +332,7 @@ MDI_DEVICE void add_warps(const HcMixParams& p, int thread, int tile, const floa
 template <int kStreams, bool kExpand>
 __global__ void __launch_bounds__(kMixThreads, 1) hc_pass_kernel(HcExpandMixParams p, int block_tiles) {
     using T = PassTraits<kStreams, kExpand>;
+    using Layout = TileLayout<kSlice, T::kTokenPitch, T::kTileBytes>;
     char* const stages = dynamic_smem();
     float* const buffers = reinterpret_cast<float*>(stages + T::kStages * T::kStageBytes);
     const int first_tile = static_cast<int>(blockIdx.x) * block_tiles;
@@ -362,7 +358,7 @@ __global__ void __launch_bounds__(kMixThreads, 1) hc_pass_kernel(HcExpandMixPara
             // of the warps of a scheduler, some move while others multiply
             const bool move_first = thread_again() / 128 % 2 == 0;
             if (move_first) move_tiles(i);
-            compute_tile<kStreams, kExpand, RowMajorTile<kStreams, kExpand>>(stage(i), fn, buffers + i % 2 * T::kBufferFloats);
+            compute_tile<kStreams, kExpand, Layout>(stage(i), fn, buffers + i % 2 * T::kBufferFloats);
             if (!move_first) move_tiles(i);
         }
         __syncthreads();
