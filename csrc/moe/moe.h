@@ -102,7 +102,7 @@ struct SwigluQuantParams {
 };
 
 struct SwigluFoldParams {
-    SwigluQuantParams swiglu;   // codes and scale unused, h in plain order only, or null; F <= 8192
+    SwigluQuantParams swiglu;   // codes, scale and h unused; F <= 8192
     bool expert_order;          // columns as launch_fold_rows writes them; else as they are
     uint8_t* folded;            // [M, expert_order ? align_up(F, 128) : F]
     float* row_scale;           // [M]

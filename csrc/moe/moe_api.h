@@ -36,7 +36,7 @@ inline void define_moe(Library& m) {
     m.def(
         "moe_swiglu_fold(Tensor gu, Tensor? row_weight, float limit, Tensor? num_rows, Tensor(a!) folded, "
         "Tensor(b!) row_scale) -> ()");
-    m.def("moe_swiglu_quant_folded(Tensor gu, float limit, Tensor(a!) h, Tensor(b!) codes, Tensor(c!) row_scale) -> ()");
+    m.def("moe_swiglu_quant_folded(Tensor gu, float limit, Tensor(a!) codes, Tensor(b!) row_scale) -> ()");
     m.def("moe_combine(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor(a!) out) -> ()");
     m.def("moe_combine_parts(Tensor y, Tensor row_of_slot, Tensor parts, int own_part, Tensor? shared, Tensor(a!) out) -> ()");
 }
@@ -252,15 +252,12 @@ inline SwigluQuantParams swiglu_fold_params(const char* op, const Tensor& gu, do
             nullptr, scope.stream};
 }
 
-inline void swiglu_quant_folded(const Tensor& gu, double limit, const Tensor& h, const Tensor& codes, const Tensor& row_scale) {
+inline void swiglu_quant_folded(const Tensor& gu, double limit, const Tensor& codes, const Tensor& row_scale) {
     const char* op = "moe.swiglu_quant_folded";
     const DeviceScope scope(gu);
-    SwigluQuantParams p = swiglu_fold_params(op, gu, limit, row_scale, scope);
-    check_operand(op, "h", h, scope.device, ScalarType::BFloat16, {{"M", p.num_rows}, {"F", p.hidden}});
+    const SwigluQuantParams p = swiglu_fold_params(op, gu, limit, row_scale, scope);
     check_operand(op, "codes", codes, scope.device, ScalarType::Float8_e4m3fn, {{"M", p.num_rows}, {"F", p.hidden}});
-    MDI_CHECK_ALIGN(op, h, 16);
     MDI_CHECK_ALIGN(op, codes, 4);
-    p.h = data<uint16_t>(h);
     launch_swiglu_fold({p, false, data<uint8_t>(codes), data<float>(row_scale)});
 }
 

@@ -92,9 +92,8 @@ class MoE:
         with stage("moe.shared"):
             gate_up = fp8_linear(act, self.shared_w13)
             limit = self.config.swiglu_limit
-            if act.quantise and Activation.folds(gate_up):
-                h, codes, row_scale = moe.swiglu_quant_folded(gate_up, limit)
-                hidden = Activation.quantised(h, codes, row_scale, self.profile, folded=True)
+            if act.quantise and Activation.folds(gate_up) and self.shared_w2.folded is not None:
+                hidden = Activation.quantised(None, *moe.swiglu_quant_folded(gate_up, limit), self.profile, folded=True)
             else:
                 hidden = Activation(moe.swiglu(gate_up, None, limit), self.profile)
             return fp8_linear(hidden, self.shared_w2)

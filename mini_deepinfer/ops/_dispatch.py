@@ -48,7 +48,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "elementwise.hc_collapse_norm_quant": ("portable",),
     "elementwise.hc_expand": ("portable",),
     "elementwise.hc_expand_mix": ("portable",),
-    "elementwise.hc_expand_mix_norm_quant": ("portable",),
+    "elementwise.hc_expand_mix_norm_quant": ("sm90", "portable"),
     "elementwise.engram_gate": ("portable",),
     #
     # -- attention

@@ -34,11 +34,13 @@ _FOLD_ROWS = 2048  # rows folded at a time: bounds the float32 scratch
 class Activation:
     """The input of one or several FP8 projections, quantised once, in the forms its consumers ask for.
 
-    x [T, K] in the compute dtype; quantised 1x32 unless the profile says otherwise (then the products use x itself).
+    x [T, K] in the compute dtype; quantised 1x32 unless the profile says otherwise (then the products use x itself). A kernel that
+    quantises may leave x unwritten where nobody reads it.
     """
 
     def __init__(self, x: torch.Tensor, profile: NumericProfile, *, quantise: bool | None = None) -> None:
-        self.x = x
+        self._x: torch.Tensor | None = x
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
         self.quantise = profile.activation_quant if quantise is None else quantise
         self.batch_invariant = profile.batch_invariant
         self._groups: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -54,18 +56,30 @@ class Activation:
 
     @classmethod
     def quantised(
-        cls, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, profile: NumericProfile, *, folded: bool
+        cls, x: torch.Tensor | None, codes: torch.Tensor, scale: torch.Tensor, profile: NumericProfile, *, folded: bool
     ) -> Activation:
-        """From a kernel that has quantised x [T, N] already: scale is [T] float32 if folded, else [T, N/32] E8M0 bytes."""
-        act = cls(x, profile)
+        """From a kernel that has quantised x [T, N] already: scale is [T] float32 if folded, else [T, N/32] E8M0 bytes.
+
+        x None: it was not written, and only this quantised form is there.
+        """
+        act = cls(codes if x is None else x, profile)
+        if x is None:
+            act._x, act.dtype = None, profile.compute_dtype
         if folded:
             act._folded = (codes, scale)
         else:
             act._groups = (codes, scale)
         return act
 
+    @property
+    def x(self) -> torch.Tensor:
+        """The values before they were quantised."""
+        if self._x is None:
+            raise RuntimeError("activation: x was not written by the kernel that quantised it; ask that kernel to keep it")
+        return self._x
+
     @staticmethod
-    def folds(x: torch.Tensor) -> bool:
+    def folds(x: torch.Tensor | Activation) -> bool:
         """Whether products of x run on row-scaled operands."""
         return x.device.type == "cuda" and x.dtype == torch.bfloat16
 
@@ -138,17 +152,16 @@ def _fold_weight(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor
 
 def fp8_linear(act: Activation, weight: Fp8Weight) -> torch.Tensor:
     """x [T, K] times an FP8 weight [O, K]: [T, O] in the dtype of x, float32 accumulation, one rounding (model spec 4.1)."""
-    x = act.x
-    if x.shape[1] != weight.shape[1]:
-        raise ValueError(f"{weight.name}: input must be [T, K={weight.shape[1]}], got {list(x.shape)}")
-    if x.shape[0] == 0:
-        return x.new_empty(0, weight.shape[0])
-    if act.quantise and weight.folded is not None and Activation.folds(x):
+    if act.shape[1] != weight.shape[1]:
+        raise ValueError(f"{weight.name}: input must be [T, K={weight.shape[1]}], got {list(act.shape)}")
+    if act.shape[0] == 0:
+        return torch.empty(0, weight.shape[0], dtype=act.dtype, device=act.device)
+    if act.quantise and weight.folded is not None and Activation.folds(act):
         return _by_rows(partial(_scaled_product, *weight.folded), act.batch_invariant, *act.folded())
-    if x.device.type == "cpu" or x.dtype == torch.float32:
-        return reference.linear.matmul(act.values(), weight.values()).to(x.dtype)
-    weight_t = weight.values(x.dtype).t()
-    return _by_rows(lambda rows: rows @ weight_t, act.batch_invariant, act.values().to(x.dtype))
+    if act.device.type == "cpu" or act.dtype == torch.float32:
+        return reference.linear.matmul(act.values(), weight.values()).to(act.dtype)
+    weight_t = weight.values(act.dtype).t()
+    return _by_rows(lambda rows: rows @ weight_t, act.batch_invariant, act.values().to(act.dtype))
 
 
 def fp8_grouped_linear(

@@ -315,12 +315,11 @@ def swiglu_quant(
     return codes, scale
 
 
-def swiglu_quant_folded(gu: Tensor, limit: float, *, impl: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def swiglu_quant_folded(gu: Tensor, limit: float, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
     """`swiglu` and `elementwise.act_quant_folded` of its result in one pass, with the bits of the two ops (model spec 6.2, 8).
 
     Shapes: M rows, F hidden, a multiple of 32; gu and limit as in swiglu.
     Returns:
-        h         [M, F]  of gu's dtype
         codes     [M, F]  float8_e4m3fn
         row_scale [M]     float32, a power of two (NaN when the row of h holds NaN or Inf)
     Raises, determinism: as swiglu.
@@ -331,13 +330,12 @@ def swiglu_quant_folded(gu: Tensor, limit: float, *, impl: str | None = None) ->
     impl = select(op, gu, impl=impl)
     if impl == "reference" or f > _MAX_FOLD_HIDDEN:
         h = swiglu(gu, None, limit, impl=impl)
-        return h, *elementwise.act_quant_folded(h, impl="reference" if impl == "reference" else None)
-    h = torch.empty(m, f, dtype=gu.dtype, device=gu.device)
+        return elementwise.act_quant_folded(h, impl="reference" if impl == "reference" else None)
     codes = torch.empty(m, f, dtype=torch.float8_e4m3fn, device=gu.device)
     row_scale = torch.empty(m, dtype=torch.float32, device=gu.device)
     if m:
-        call("moe.swiglu_quant_folded", impl, gu, float(limit), h, codes, row_scale)
-    return h, codes, row_scale
+        call("moe.swiglu_quant_folded", impl, gu, float(limit), codes, row_scale)
+    return codes, row_scale
 
 
 def _check_swiglu(op: str, gu: Tensor, row_weight: Tensor | None, limit: float, num_rows: Tensor | None) -> tuple[int, int]:

@@ -146,11 +146,11 @@ def test_swiglu_quant_refuses(launches: list[str]) -> None:
     codes, scale = moe.swiglu_quant(gu, None, 10.0)
     assert (codes.shape, scale.shape) == ((3, 64), (3, 2))
     assert moe.swiglu(gu, None, 10.0).shape == (3, 64)
-    assert [t.shape for t in moe.swiglu_quant_folded(gu, 10.0)] == [(3, 64), (3, 64), (3,)]
+    assert [t.shape for t in moe.swiglu_quant_folded(gu, 10.0)] == [(3, 64), (3,)]
     assert launches == ["moe.swiglu_quant"] * 2 + ["moe.swiglu_quant_folded"]
     launches.clear()
     assert [t.shape for t in moe.swiglu_quant(gu[:0], torch.zeros(0), 10.0)] == [(0, 64), (0, 2)]
-    assert [t.shape for t in moe.swiglu_quant_folded(gu[:0], 10.0)] == [(0, 64), (0, 64), (0,)]
+    assert [t.shape for t in moe.swiglu_quant_folded(gu[:0], 10.0)] == [(0, 64), (0,)]
     assert moe.swiglu(gu[:0], None, 10.0).shape == (0, 64)
     assert launches == []
 
