@@ -83,6 +83,23 @@ MDI_DEVICE void bulk_load(uint32_t smem, const void* global, uint32_t bytes, uin
         : "memory");
 }
 
+// cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group: what lies outside the tensor is not written
+MDI_DEVICE void tma_store_2d(const CUtensorMap* map, uint32_t smem, int32_t x, int32_t y) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
+                     reinterpret_cast<uint64_t>(map)),
+                 "r"(smem), "r"(x), "r"(y)
+                 : "memory");
+}
+
+// cp.async.bulk.commit_group: of this thread's bulk stores
+MDI_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// cp.async.bulk.wait_group.read: at most kPending groups of this thread still read shared memory
+template <int kPending>
+MDI_DEVICE void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
 // fence.proxy.async.shared::cta: ordinary shared-memory writes before it are seen by wgmma after it
 MDI_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
