@@ -69,6 +69,9 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "indexer.topk_blocks": ("portable",),
     "indexer.cache_rows": ("portable",),
     #
+    # -- linear ("library": torch's product, on every GPU)
+    "linear.fp8": ("sm90", "library"),
+    #
     # -- moe
     "moe.route": ("sm90", "portable"),
     "moe.permute": ("portable",),
@@ -187,6 +190,8 @@ def _gate(op: str, impl: str, index: int) -> bool:
 @functools.cache
 def why_not(op: str, impl: str, device: torch.device) -> str | None:
     """Why a compiled implementation cannot run on a CUDA device; None when it can."""
+    if impl == "library":
+        return None
     if reason := _extension.device_problem(device):
         return reason
     capability = torch.cuda.get_device_capability(device)
