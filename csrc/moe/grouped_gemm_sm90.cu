@@ -1,4 +1,4 @@
-// Grouped product over experts with FP8 wgmma (sm_90a), MXFP4 weights as stored:
+// Grouped product over experts with FP8 wgmma (sm_90a), MXFP4 weights in the packed layout of ops/packed_weight.py:
 //     out[i, o] = bf16( sum_k A'[i, k] * B'[e(i), o, k] ) * 2^S_a(i) * 2^S_b(e, o)
 // A' are the rows of fold_rows (one scale per row, columns reordered inside every 128), B' = E2M1 * 2^(byte - row's
 // largest byte + 6), exact in E4M3 (docs/numerics.md). Both row scales are powers of two: applied after the rounding.
@@ -9,8 +9,9 @@
 //
 // A cluster of two blocks computes 256 columns x up to 224 rows; both need the same rows, each fetches half of them
 // by TMA and multicasts. Block roles (384 threads):
-//   warp 0       TMA into a ring of five stages of 128 columns of K: rows (128-byte swizzle) and packed weights
-//   warps 1..3   the scale bytes of a stage, as distances to the column's largest, and what the epilogue wants to know
+//   warp 0       into a ring of five stages of 128 columns of K: rows (128-byte swizzle) and FP4 words by TMA, and by a plain
+//                copy the shifts: how far the scale of each group of 32 columns is below the largest of its row of weights
+//   warp 1       what the epilogue wants to know of each tile, one tile ahead
 //   warpgroups 1, 2 (64 columns each)   per stage, for each half of a tile wider than 176 rows (else once):
 //     issue four wgmma m64nNk32 on the fragments of this stage; while they run, expand the next stage's weights into the
 //     other set of fragments (during a tile's last stage those of the next tile's first) and read what the ones after that
@@ -22,9 +23,10 @@
 // fourth quarter and every other instruction adds a cycle. Why three quarters is a guess: a wgmma that reads its
 // accumulators may keep other instructions from the register file, and the first of a chain of four reads none.
 // The design follows the rule: wide tiles and long N (expansion and loop cost the same for any number of rows), two steps
-// for each turn of the loop, everything of a stage at one address, no turns and no barriers between the warpgroups, and
-// few instructions in the warps that convert scales. Registers set the limit of the width: 224 rows are 112 fp32 sums, 56
-// of the tensor core and 32 of fragments; one chain of 176 rows 88, 88 and 32.
+// for each turn of the loop, everything of a stage at one address, no turns and no barriers between the warpgroups,
+// and what can be computed once at the load is not computed here (seven instructions expand eight weights; with the signs
+// where the checkpoint has them it takes nine, and the shifts took three warps). Registers set the limit of the width: 224
+// rows are 112 fp32 sums, 56 of the tensor core and 32 of fragments; one chain of 176 rows 88, 88 and 32.
 //
 // Lane t of a quad owns scale group t of the 128 columns, 16 bytes per weight row: word j of them is its part of the
 // j-th wgmma. Expansion is a byte look-up (prmt) in the eight magnitudes of the group's scale, then the signs.
@@ -32,12 +34,10 @@
 //
 // Tiles are dealt by descending width, back and forth (scheduler.cuh): all clusters get about the same work.
 //
-// Barriers: full[s] counts the block's own producer (with all bytes of both halves) and a scale warp; empty[s] counts one
-// arrival per consumer warp of both blocks, because a stage is overwritten in both at once: lane r of a warp arrives in
-// block r, after the wgmma that used what all lanes had read. Consumers wait two stages ahead, also past the last tile:
-// there the producer and a scale warp arrive without having brought anything. On the form before this one
-// compute-sanitizer's racecheck reports 8 hazards at K = 1,024, O = 640 (none at K = 384), on reads that the barriers
-// order; whether they are false, because only two lanes arrive, has not been established.
+// Barriers: full[s] counts the producer, with all bytes of both halves; empty[s] counts one arrival per consumer warp
+// of both blocks, because a stage is overwritten in both at once: lane r of a warp arrives in block r, after the wgmma
+// that used what all lanes had read. Consumers wait two stages ahead, also past the last tile: there the producer arrives
+// without having brought anything. ready and free of a TileInfo: warp 1 has written it, all consumers have done the tile.
 // Shared memory 226 KiB: ring 5 x 37, output tiles 2 x 14, tiles 10, infos 3. Registers 232 x 256 + 40 x 128.
 // SASS: QGMMA
 // Limits: E <= 1024, K and O multiples of 32. Rows at or past offsets[E] are never written.
@@ -63,26 +63,23 @@ constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kRowStep = 16;                        // the width of a tile is a multiple of it
 constexpr int kNumWidths = kMaxRows / kRowStep;
 constexpr int kCodeBytes = kColumns * kBlockK / 2;  // FP4 weights of a stage
-constexpr int kFullArrivals = 1 + 32;               // the producer and a warp of convert_scales
 constexpr int kEmptyArrivals = kCluster * kConsumers * 4;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 static_assert(kConsumerRegisters * 256 + kProducerRegisters * 128 <= 168 * kThreads, "setmaxnreg: what the launch took");
 
 using Scheduler = TileScheduler<kMaxRows, kCluster * kColumns, kThreads, true>;
 
-// What the epilogue wants to know about a tile, laid out by convert_scales ahead of the consumers, who never search or load
+// What the epilogue wants to know about a tile, laid out by describe ahead of the consumers, who never search or load
 struct alignas(16) TileInfo {
     int64_t first_row;
     int num_rows, width, first_column;
     int has_next;
     uint16_t rows[kMaxRows];     // scales of the rows, bf16
     uint16_t columns[kColumns];  // scales of the columns, 2^(largest byte - 127 - 6), bf16
+    uint64_t ready, free;        // barriers
 };
-// It is written when the stage of the tile's first step is empty: the consumers are then past the epilogue of kInfos tiles
-// before, if a tile has at least kMinSteps steps.
-constexpr int kInfos = 4, kMinSteps = 2;
+constexpr int kInfos = 2;
 constexpr int kAhead = 2;  // stages that the consumers wait for past the last step of all; nothing is in them
-static_assert((kInfos - 1) * kMinSteps >= kStages, "a TileInfo is overwritten too early");
 
 // Everything of a stage at one distance from stage 0: the loop needs a single address for all of it.
 struct Stage {
@@ -100,7 +97,6 @@ struct SharedStorage {
     int num_tiles;
     TileInfo info[kInfos];  // of the cluster's tile of round r: r % kInfos
 };
-static_assert(kStages >= 3, "convert_scales starts in stages 0, 1, 2");
 static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory");
 
 // One TMA map of the folded rows for each width: a block's share of the rows is one copy. One of the packed weights.
@@ -128,7 +124,7 @@ __device__ __forceinline__ Work find_work(const SharedStorage& shared, const Gro
 
 // Steps of a tile, an even number. Those past K multiply zeros.
 __device__ __forceinline__ int steps_of(const GroupedGemmSm90Params& p) {
-    return max(align_up(ceil_div(p.k, kBlockK), 2), kMinSteps);
+    return align_up(ceil_div(p.k, kBlockK), 2);
 }
 
 // This cluster's tile of a round. The registers are read where they are wanted, not kept.
@@ -169,11 +165,16 @@ __device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, c
         const CUtensorMap* map = &maps.half_of[work.width / kRowStep - 1];
         const int y = static_cast<int>(work.first_row) + rank * half;
         const int column = work.expert * p.num_out + work.first_column;  // E * O <= 2^30
-        for (int step = 0; step < num_steps; ++step, ring.advance()) {
+        const uint32_t shift_bytes = 4 * max(min(p.num_out - work.first_column, kColumns), 0);  // of the columns that exist
+        const uint8_t* shifts =
+            p.shifts + 4 * (static_cast<int64_t>(work.expert) * ceil_div(p.k, kBlockK) * p.num_out + work.first_column);
+        for (int step = 0; step < num_steps; ++step, ring.advance(), shifts += 4 * p.num_out) {
             Stage& stage = ring.stage(shared);
             ptx::mbarrier_wait(ptx::smem_address(&stage.empty), ring.phase ^ 1);
             const uint32_t full = ptx::smem_address(&stage.full);
-            ptx::mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(work.width * kBlockK + kCodeBytes));
+            const uint32_t here = step * kBlockK < p.k ? shift_bytes : 0;
+            ptx::mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(work.width * kBlockK + kCodeBytes) + here);
+            if (here > 0) ptx::bulk_load(ptx::smem_address(stage.shifts), shifts, here, full);
             ptx::tma_load_2d(ptx::smem_address(stage.codes), &maps.codes, full, step * (kBlockK / 2), column);
             const uint32_t target = ptx::smem_address(stage.rows) + rank * half * kBlockK;
             ptx::tma_load_2d_multicast(target, map, full, step * kBlockK, y, 0x3);
@@ -192,100 +193,43 @@ __device__ __forceinline__ uint16_t power_of_two(uint32_t byte, uint32_t down) {
     return static_cast<uint16_t>(byte > down ? (byte - down) << 7 : 0x40u >> (down - byte));
 }
 
-// Computed once: the compiler would do it again at every use.
-__device__ __forceinline__ const uint8_t* opaque(const uint8_t* pointer) {
-    asm volatile("" : "+l"(pointer));
-    return pointer;
+// One warp: what the epilogue wants to know of each tile, one tile ahead.
+__device__ void describe(SharedStorage& shared, const GroupedGemmSm90Params& p, int num_tiles, int rank) {
+    constexpr int kPerLane = kColumns / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    for (int round = 0;; ++round) {
+        const int tile = dealt(round);
+        if (tile >= num_tiles) break;
+        const Work work = find_work(shared, p, tile, rank);
+        uint32_t exponents[kMaxRows / 32] = {}, largest[kPerLane] = {};
+#pragma unroll
+        for (int i = 0; i < kMaxRows / 32; ++i)
+            if (lane + 32 * i < work.num_rows) exponents[i] = float_bits(p.row_scale[work.first_row + lane + 32 * i]);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i)
+            if (work.first_column + lane + 32 * i < p.num_out)
+                largest[i] = p.largest[work.expert * p.num_out + work.first_column + lane + 32 * i];  // E * O <= 2^30
+        TileInfo& info = shared.info[round % kInfos];
+        ptx::mbarrier_wait(ptx::smem_address(&info.free), round / kInfos & 1 ^ 1);
+        if (lane == 0) {
+            info.first_row = work.first_row;
+            info.num_rows = work.num_rows;
+            info.width = work.width;
+            info.first_column = work.first_column;
+            info.has_next = dealt(round + 1) < num_tiles;
+        }
+#pragma unroll
+        for (int i = 0; i < kMaxRows / 32; ++i) info.rows[lane + 32 * i] = power_of_two(exponents[i] >> 23, 0);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) info.columns[lane + 32 * i] = power_of_two(largest[i], 6);
+        ptx::mbarrier_arrive(ptx::smem_address(&info.ready));
+    }
 }
 
+// Computed once: the compiler would do it again at every use.
 __device__ __forceinline__ uint32_t opaque(uint32_t value) {
     asm volatile("" : "+r"(value));
     return value;
-}
-
-// Three warps: the scale bytes of a step -> shared.shifts, by how many binades they are below the column's largest.
-// Warp `first` of them does every third step. The loads of a step are under way while the warp waits for its stage;
-// scales that are not aligned to four bytes (kAligned = false: K no multiple of 128) are loaded byte by byte after it.
-template <bool kAligned>
-__device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Params& p, int num_steps, int first) {
-    constexpr int kWarps = 3, kPerLane = kColumns / 32;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    int round = 0, tile = dealt(round), step = first;
-    Ring ring;
-    for (int i = 0; i < first; ++i) ring.advance();
-    bool fresh = true;
-    const int groups = p.k / 32;
-    const int64_t stride = 32 * static_cast<int64_t>(groups);  // from column to column of a lane
-    const uint8_t* scales = nullptr;                           // of column `lane`
-    int num_valid = 0;
-    uint32_t from = 0;  // byte i: 8 times the largest scale byte of column lane + 32 i, modulo 128, and the top bit
-    for (;; step += kWarps) {
-        for (; step >= num_steps; step -= num_steps) tile = dealt(++round), fresh = true;
-        Stage& stage = ring.stage(shared);
-        if (tile >= shared.num_tiles) {
-            if (step >= kAhead) return;
-            ptx::mbarrier_wait(ptx::smem_address(&stage.empty), ring.phase ^ 1);
-            ptx::mbarrier_arrive(ptx::smem_address(&stage.full));
-            return;
-        }
-        const uint32_t empty = ptx::smem_address(&stage.empty);
-        if (fresh) {
-            fresh = false;
-            const Work work = find_work(shared, p, tile, static_cast<int>(ptx::cluster_rank()));
-            const int row = work.expert * p.num_out + work.first_column + lane;  // E * O <= 2^30
-            num_valid = p.num_out - work.first_column - lane;                    // column lane + 32 i exists: 32 i < num_valid
-            scales = opaque(p.weight_scale + static_cast<int64_t>(row) * groups);
-            uint32_t largest = 0;  // byte i: of column lane + 32 i
-#pragma unroll
-            for (int i = 0; i < kPerLane; ++i)
-                if (32 * i < num_valid) largest |= static_cast<uint32_t>(p.weight_row[row + 32 * i]) << (8 * i);
-            from = (largest << 3 & 0x78787878u) | 0x80808080u;
-            if (step == 0) {
-                uint32_t exponents[kMaxRows / 32] = {};
-#pragma unroll
-                for (int i = 0; i < kMaxRows / 32; ++i)
-                    if (lane + 32 * i < work.num_rows) exponents[i] = float_bits(p.row_scale[work.first_row + lane + 32 * i]);
-                ptx::mbarrier_wait(empty, ring.phase ^ 1);
-                TileInfo& info = shared.info[round % kInfos];
-                if (lane == 0) {
-                    info.first_row = work.first_row;
-                    info.num_rows = work.num_rows;
-                    info.width = work.width;
-                    info.first_column = work.first_column;
-                    info.has_next = dealt(round + 1) < shared.num_tiles;
-                }
-#pragma unroll
-                for (int i = 0; i < kMaxRows / 32; ++i) info.rows[lane + 32 * i] = power_of_two(exponents[i] >> 23, 0);
-#pragma unroll
-                for (int i = 0; i < kPerLane; ++i) info.columns[lane + 32 * i] = power_of_two(largest >> (8 * i) & 0xffu, 6);
-            }
-        }
-        const uint8_t* bytes = scales + 4 * step;
-        uint32_t words[kPerLane] = {};
-        if (kAligned && 4 * step < groups) {
-#pragma unroll
-            for (int i = 0; i < kPerLane; ++i)
-                if (32 * i < num_valid) words[i] = *reinterpret_cast<const uint32_t*>(bytes + i * stride);
-        }
-        ptx::mbarrier_wait(empty, ring.phase ^ 1);
-        if (kAligned) {
-#pragma unroll
-            for (int i = 0; i < kPerLane; ++i) {  // modulo 16, byte by byte: no borrow crosses
-                stage.shifts[lane + 32 * i] =
-                    (__byte_perm(from, 0, 0x1111u * i) - (words[i] << 3 & 0x78787878u)) & 0x78787878u;
-            }
-        } else {
-#pragma unroll 1
-            for (int i = 0; i < 4 * kPerLane; ++i) {  // column i / 4, group i % 4
-                const bool exists = 32 * (i / 4) < num_valid && 4 * step + i % 4 < groups;
-                const uint32_t byte = exists ? bytes[i / 4 * stride + i % 4] : 0;
-                reinterpret_cast<uint8_t*>(&stage.shifts[lane + i / 4 * 32])[i % 4] =
-                    static_cast<uint8_t>(((from >> (i / 4 * 8)) - 8 * byte) & 0x78u);
-            }
-        }
-        ptx::mbarrier_arrive(ptx::smem_address(&stage.full));
-        ring.advance<kWarps>();
-    }
 }
 
 // -- weights: shared memory -> fragments ---------------------------------------------------------------------------------
@@ -301,13 +245,12 @@ __device__ __forceinline__ uint32_t look_up(uint2 bytes, uint32_t index) {
     return d;
 }
 
-// Eight E2M1 codes -> eight E4M3 codes (columns 0..3 and 4..7 of the word): the magnitude by look-up, then the signs,
-// which prmt gathers into the top bits of the bytes.
+// Eight E2M1 codes -> eight E4M3 codes (columns 0..3 and 4..7 of the word): the magnitude by look-up, then the signs, which
+// the word's layout holds in place, four at a time.
 __device__ __forceinline__ void expand_word(uint32_t word, uint2 magnitudes, uint32_t& low, uint32_t& high) {
     const uint32_t index = word & 0x77777777u;
-    const uint32_t shifted = word << 4;
-    low = look_up(magnitudes, index) | (__byte_perm(shifted, word, 0x5140) & 0x80808080u);
-    high = look_up(magnitudes, index >> 16) | (__byte_perm(shifted, word, 0x7362) & 0x80808080u);
+    low = look_up(magnitudes, index) | (word << 4 & 0x80808080u);
+    high = look_up(magnitudes, index >> 16) | (word & 0x80808080u);
 }
 
 // What row l / 4 + 8 r of the fragments of a step is expanded from.
@@ -459,8 +402,8 @@ struct Consumer {
 #if defined(__CUDA_ARCH__)
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
 #endif
-        thread = static_cast<int>(number) % 128;
-        group = static_cast<int>(number) / 128 - 1;
+        thread = static_cast<int>(number % 128);
+        group = static_cast<int>(number / 128) - 1;
     }
 
     // Row r of the weights of the stage at `offset`
@@ -510,6 +453,7 @@ struct Consumer {
                 if (last) wait_following(lane);
                 raw = read_row(last ? following.offset : next, lane, last ? 0 : 1);
             }
+            if (last) __syncwarp();  // all lanes have read what they want of the stage
             wgmma_wait<0>();
             fence_registers(part);
             if (last && thread % 32 < kCluster) arrive_in_block(lane.empty + now);  // done with the stage, in both blocks
@@ -611,7 +555,8 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const GroupedGemm
     RawWeights raw;
     consumer.begin(a, raw);
     for (int round = 0;; ++round) {
-        const TileInfo& info = shared.info[round % kInfos];  // there since its first stage is full
+        TileInfo& info = shared.info[round % kInfos];
+        ptx::mbarrier_wait(ptx::smem_address(&info.ready), round / kInfos & 1);
         switch (info.width) {
             case 16: consumer.run_tile<16, 1>(info, a, raw); break;
             case 32: consumer.run_tile<32, 1>(info, a, raw); break;
@@ -628,7 +573,9 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const GroupedGemm
             case 208: consumer.run_tile<104, 2>(info, a, raw); break;
             default: consumer.run_tile<112, 2>(info, a, raw); break;
         }
-        if (!info.has_next) break;
+        const bool has_next = info.has_next;
+        ptx::mbarrier_arrive(ptx::smem_address(&info.free));
+        if (!has_next) break;
     }
 }
 
@@ -653,8 +600,12 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
         for (int i = 0; i < kNumWidths; ++i) ptx::prefetch_tensor_map(&maps.half_of[i]);
         ptx::prefetch_tensor_map(&maps.codes);
         for (Stage& stage : shared.stages) {
-            ptx::mbarrier_init(ptx::smem_address(&stage.full), kFullArrivals);
+            ptx::mbarrier_init(ptx::smem_address(&stage.full), 1);
             ptx::mbarrier_init(ptx::smem_address(&stage.empty), kEmptyArrivals);
+        }
+        for (TileInfo& info : shared.info) {
+            ptx::mbarrier_init(ptx::smem_address(&info.ready), 32);
+            ptx::mbarrier_init(ptx::smem_address(&info.free), 128 * kConsumers);
         }
         ptx::fence_mbarrier_init();
     }
@@ -670,12 +621,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
     if (thread < 128) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
         if (thread == 0) produce(shared, params, maps, num_tiles, num_steps, rank);
-        if (thread >= 32) {
-            if (((params.k / 32 | static_cast<int>(reinterpret_cast<uintptr_t>(params.weight_scale))) & 3) == 0)
-                convert_scales<true>(shared, params, num_steps, thread / 32 - 1);
-            else
-                convert_scales<false>(shared, params, num_steps, thread / 32 - 1);
-        }
+        if (thread >= 32 && thread < 64) describe(shared, params, num_tiles, rank);
         __syncwarp();
     } else {
         ptx::setmaxnreg_inc<kConsumerRegisters>();
@@ -700,7 +646,7 @@ void launch_grouped_gemm_sm90(const GroupedGemmSm90Params& params) {
                                            {padded, static_cast<uint64_t>(params.num_rows)}, {padded},
                                            {kBlockK, static_cast<uint32_t>((i + 1) * kRowStep / kCluster)}});
     const auto row_bytes = static_cast<uint64_t>(params.k / 2);
-    maps.codes = make_tensor_map({"moe.grouped_gemm_sm90: weight", TmaType::kUint8, params.weight, 2,
+    maps.codes = make_tensor_map({"moe.grouped_gemm_sm90: words", TmaType::kUint8, params.words, 2,
                                   {row_bytes, static_cast<uint64_t>(params.num_experts) * static_cast<uint64_t>(params.num_out)},
                                   {row_bytes}, {kBlockK / 2, kColumns}, CU_TENSOR_MAP_SWIZZLE_NONE,
                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B});
