@@ -11,7 +11,7 @@
 // by TMA and multicasts. Block roles (384 threads):
 //   warp 0       into a ring of five stages of 128 columns of K: rows (128-byte swizzle) and FP4 words by TMA, and by a plain
 //                copy the shifts: how far the scale of each group of 32 columns is below the largest of its row of weights
-//   warp 1       what the epilogue wants to know of each tile, one tile ahead
+//   warp 1       the tiles of the next rounds, with their scales: searching is done by nobody who is waited for
 //   warpgroups 1, 2 (64 columns each)   per stage, for each half of a tile wider than 176 rows (else once):
 //     issue four wgmma m64nNk32 on the fragments of this stage; while they run, expand the next stage's weights into the
 //     other set of fragments (during a tile's last stage those of the next tile's first) and read what the ones after that
@@ -37,7 +37,8 @@
 // Barriers: full[s] counts the producer, with all bytes of both halves; empty[s] counts one arrival per consumer warp
 // of both blocks, because a stage is overwritten in both at once: lane r of a warp arrives in block r, after the wgmma
 // that used what all lanes had read. Consumers wait two stages ahead, also past the last tile: there the producer arrives
-// without having brought anything. ready and free of a TileInfo: warp 1 has written it, all consumers have done the tile.
+// without having brought anything. ready and free of a TileInfo: warp 1 has
+// written it; the producer has read it and all consumers have done the tile.
 // Shared memory 226 KiB: ring 5 x 37, output tiles 2 x 14, tiles 10, infos 3. Registers 232 x 256 + 40 x 128.
 // SASS: QGMMA
 // Limits: E <= 1024, K and O multiples of 32. Rows at or past offsets[E] are never written.
@@ -69,16 +70,25 @@ static_assert(kConsumerRegisters * 256 + kProducerRegisters * 128 <= 168 * kThre
 
 using Scheduler = TileScheduler<kMaxRows, kCluster * kColumns, kThreads, true>;
 
-// What the epilogue wants to know about a tile, laid out by describe ahead of the consumers, who never search or load
+// What a tile means for this block.
+struct Work {
+    int64_t first_row;  // of out and of folded
+    int expert;
+    int num_rows;       // 1 .. 224
+    int width;          // num_rows rounded up to 16: the N of the product
+    int first_column;   // of this block
+};
+
+// The cluster's tile of one round, laid out ahead by describe: finding a tile takes longer than a step, and the producer and
+// the consumers have no time for it.
 struct alignas(16) TileInfo {
-    int64_t first_row;
-    int num_rows, width, first_column;
+    Work work;
     int has_next;
     uint16_t rows[kMaxRows];     // scales of the rows, bf16
     uint16_t columns[kColumns];  // scales of the columns, 2^(largest byte - 127 - 6), bf16
     uint64_t ready, free;        // barriers
 };
-constexpr int kInfos = 2;
+constexpr int kInfos = 4;
 constexpr int kAhead = 2;  // stages that the consumers wait for past the last step of all; nothing is in them
 
 // Everything of a stage at one distance from stage 0: the loop needs a single address for all of it.
@@ -105,20 +115,11 @@ struct Maps {
     CUtensorMap codes;                // boxes of 64 bytes x kColumns output columns
 };
 
-// What a tile means for this block.
-struct Work {
-    int expert;
-    int64_t first_row;  // of out and of folded
-    int num_rows;       // 1 .. 224
-    int width;          // num_rows rounded up to 16: the N of the product
-    int first_column;   // of this block
-};
-
 __device__ __forceinline__ Work find_work(const SharedStorage& shared, const GroupedGemmSm90Params& p, int tile, int rank) {
     const Tile t = Scheduler::find(shared.tiles, p.num_experts, p.num_out, tile);
     const int share = align_up(ceil_div(t.expert_rows, t.num_row_tiles), kRowStep);  // <= 224, and no tile is left without rows
     const int rows = min(share, t.expert_rows - t.row_tile * share);
-    return {t.expert, static_cast<int64_t>(t.expert_begin) + t.row_tile * share, rows, align_up(rows, kRowStep),
+    return {static_cast<int64_t>(t.expert_begin) + t.row_tile * share, t.expert, rows, align_up(rows, kRowStep),
             t.first_column + rank * kColumns};
 }
 
@@ -154,13 +155,15 @@ struct Ring {
 // -- producer ---------------------------------------------------------------------------------------------------------
 
 // One thread fills the ring: this block's share of the rows for both blocks, and this block's weights.
-__device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, const Maps& maps, int num_tiles,
-                        int num_steps, int rank) {
+__device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, const Maps& maps, int num_steps, int rank) {
     Ring ring;
-    for (int round = 0;; ++round) {
-        const int tile = dealt(round);
-        if (tile >= num_tiles) break;
-        const Work work = find_work(shared, p, tile, rank);
+    bool more = dealt(0) < shared.num_tiles;
+    for (int round = 0; more; ++round) {
+        TileInfo& info = shared.info[round % kInfos];
+        ptx::mbarrier_wait(ptx::smem_address(&info.ready), round / kInfos & 1);
+        const Work work = info.work;
+        more = info.has_next;
+        ptx::mbarrier_arrive(ptx::smem_address(&info.free));
         const int half = work.width / kCluster;
         const CUtensorMap* map = &maps.half_of[work.width / kRowStep - 1];
         const int y = static_cast<int>(work.first_row) + rank * half;
@@ -193,7 +196,7 @@ __device__ __forceinline__ uint16_t power_of_two(uint32_t byte, uint32_t down) {
     return static_cast<uint16_t>(byte > down ? (byte - down) << 7 : 0x40u >> (down - byte));
 }
 
-// One warp: what the epilogue wants to know of each tile, one tile ahead.
+// One warp: the cluster's tiles and their scales, up to kInfos tiles ahead.
 __device__ void describe(SharedStorage& shared, const GroupedGemmSm90Params& p, int num_tiles, int rank) {
     constexpr int kPerLane = kColumns / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -212,10 +215,7 @@ __device__ void describe(SharedStorage& shared, const GroupedGemmSm90Params& p, 
         TileInfo& info = shared.info[round % kInfos];
         ptx::mbarrier_wait(ptx::smem_address(&info.free), round / kInfos & 1 ^ 1);
         if (lane == 0) {
-            info.first_row = work.first_row;
-            info.num_rows = work.num_rows;
-            info.width = work.width;
-            info.first_column = work.first_column;
+            info.work = work;
             info.has_next = dealt(round + 1) < num_tiles;
         }
 #pragma unroll
@@ -486,9 +486,9 @@ struct Consumer {
 #pragma unroll
         for (int n = 0; n < kN / 8; ++n)
             scales[n] = *reinterpret_cast<const uint32_t*>(info.rows + first + n * 8 + lane % 4 * 2);
-        const int num_rows = min(info.num_rows - first, kN) - thread / 8;  // from this thread's first one
-        const int column = info.first_column + group * 64 + thread % 8 * 8;
-        uint8_t* out = reinterpret_cast<uint8_t*>(p.out + (info.first_row + first + thread / 8) * p.num_out + column);
+        const int num_rows = min(info.work.num_rows - first, kN) - thread / 8;  // from this thread's first one
+        const int column = info.work.first_column + group * 64 + thread % 8 * 8;
+        uint8_t* out = reinterpret_cast<uint8_t*>(p.out + (info.work.first_row + first + thread / 8) * p.num_out + column);
         const uint8_t* own = staged + thread / 8 * 128 + (thread % 8 ^ (thread / 8 % 8)) * 16;  // what it stores
         const uint32_t base = ptx::smem_address(staged) + ((lane / 16) * 8 + lane % 8) * 128 +
                               ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
@@ -557,7 +557,7 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const GroupedGemm
     for (int round = 0;; ++round) {
         TileInfo& info = shared.info[round % kInfos];
         ptx::mbarrier_wait(ptx::smem_address(&info.ready), round / kInfos & 1);
-        switch (info.width) {
+        switch (info.work.width) {
             case 16: consumer.run_tile<16, 1>(info, a, raw); break;
             case 32: consumer.run_tile<32, 1>(info, a, raw); break;
             case 48: consumer.run_tile<48, 1>(info, a, raw); break;
@@ -605,7 +605,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
         }
         for (TileInfo& info : shared.info) {
             ptx::mbarrier_init(ptx::smem_address(&info.ready), 32);
-            ptx::mbarrier_init(ptx::smem_address(&info.free), 128 * kConsumers);
+            ptx::mbarrier_init(ptx::smem_address(&info.free), 128 * kConsumers + 1);
         }
         ptx::fence_mbarrier_init();
     }
@@ -620,7 +620,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
 
     if (thread < 128) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
-        if (thread == 0) produce(shared, params, maps, num_tiles, num_steps, rank);
+        if (thread == 0) produce(shared, params, maps, num_steps, rank);
         if (thread >= 32 && thread < 64) describe(shared, params, num_tiles, rank);
         __syncwarp();
     } else {
