@@ -85,8 +85,8 @@ struct Work {
     int first_column;   // of this block
 };
 
-// The cluster's tile of one round, laid out ahead by describe: finding a tile takes longer than a step, and the producer and
-// the consumers have no time for it.
+// The cluster's tile of one round, laid out ahead by describe. Finding a tile takes longer than a step, for which the ring is
+// not deep enough: while the producer did it, the product took 6 to 10 % longer.
 struct alignas(16) TileInfo {
     Work work;
     int has_next;
