@@ -52,31 +52,41 @@
 #include "attention/sparse_sm90.cuh"
 #include "common/launch.h"
 
+#include <type_traits>
+
 namespace mdi::attention {
 namespace {
 
 using namespace sm90;
 
 constexpr int kConsumers = 2;
-constexpr int kProducerThreads = kExpanderThreads;
-constexpr int kThreads = kConsumers * kGroupThreads + kProducerThreads;
-constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;
-constexpr int kHalfDims = kHeadDim / kConsumers;      // dims of O a consumer owns
-constexpr int kProducerWarps = kProducerThreads / 32;
+constexpr int kFirstProducer = kConsumers * kGroupThreads;  // thread
+constexpr int kHalfDims = kHeadDim / kConsumers;            // dims of O a consumer owns
+
+// What depends on the form of the rows: packed or expanded (expand_rows.cu)
+template <bool kExpanded>
+struct Sizes {
+    static constexpr int kProducerThreads = kExpanded ? kGroupThreads : kExpanderThreads;
+    static constexpr int kValidArrivals = kExpanded ? kProducerThreads / 32 : 0;  // on the last quarter's barrier, for the valid rows
+    static constexpr int kThreads = kFirstProducer + kProducerThreads;
+    static constexpr int kConsumerRegisters = kExpanded ? 216 : 192;
+    static constexpr int kProducerRegisters = kExpanded ? 72 : 64;
+    static_assert(kFirstProducer * kConsumerRegisters + kProducerThreads * kProducerRegisters <= 65536);
+};
 constexpr uint32_t kConsumerBarrier = 1, kPairBarrier = 2;  // named barriers; kPairBarrier + warp of a consumer
 
 struct SharedStorage {
     uint8_t q[kTileBytes];
     uint8_t k[2][kTileBytes];
     uint8_t p[kConsumers][kAtomBytes];
-    uint8_t packed[kProducerWarps][kPackedWarpBytes];
+    uint8_t packed[kExpanderThreads / 32][kPackedWarpBytes];
     float row_max[kConsumers][kHeads];      // running maximum (in log2) after the consumer's latest step
     union {
         float sink[kHeads];                 // of the only block of heads, in log2; kernels without rotation
         float angles[kMaxRopeDim];          // of an item's token (cosine, sine, ..): the row of the table, chunk by chunk of the last atom
     };
     int position[2];                        // of an item's token, for the consumers; items take turns
-    uint32_t valid[2][2];                   // bit s: slot s of the step may be seen; a byte per producer warp
+    uint32_t valid[2][2];                   // bit s: slot s of the step may be seen; each producer warp writes those of its rows
     uint64_t full[2][kQuarters], empty[2][kConsumers], p_ready[kConsumers], q_full, q_empty;
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
@@ -123,20 +133,11 @@ MDI_DEVICE int load_index(const SparseParams& params, const Cursor& at, int tile
     return slot < at.num_lanes ? (slot < params.num_window ? at.window_lanes : at.pick_lanes)[slot] : -1;
 }
 
-template <bool kRotates>
-struct Producer {
+// What both kinds of producers do for Q
+template <bool kRotates, int kProducerThreads>
+struct QueryProducer {
     const SparseParams& params;
     SharedStorage& shared;
-    int lane, tile_row, part;  // tile_row: of the step's rows, the one this lane serves as `part` of four (Packed)
-    uint32_t valid;            // where the warp's byte of shared.valid[0] lies
-
-    MDI_DEVICE Producer(const SparseParams& p, SharedStorage& s) : params(p), shared(s), lane(threadIdx.x % 32) {
-        const int warp = threadIdx.x / 32 - kConsumers * kGroupThreads / 32;
-        tile_row = warp * kWarpRows + Packed::row_of(lane);
-        part = Packed::part_of(lane);
-        valid = address_of(shared.valid) + warp;
-        Descriptor::opaque(valid);  // or it is computed anew in every step, from a slow special register
-    }
 
     MDI_DEVICE const bf16* query(int item, int& num_heads) const {
         const int first_head = first_head_of(params, item);
@@ -145,13 +146,13 @@ struct Producer {
     }
 
     // Q of an item: copied as it is, while the first K tile is written; then rotated and permuted in place by the thread that
-    // copied it: one chunk of every atom of two heads.
+    // copied it: one chunk of every atom of some heads.
     struct QueryPlace {
-        int first_head, chunk;  // the second head: kExpanderThreads / 8 on; chunk: of eight in an atom
+        int first_head, chunk;  // the next head: kHeadStep on; chunk: of eight in an atom
         uint32_t to;
 
         MDI_DEVICE explicit QueryPlace(const SharedStorage& shared) {
-            const int thread = thread_index() - kConsumers * kGroupThreads;
+            const int thread = thread_index() - kFirstProducer;
             first_head = thread / 8;
             chunk = thread % 8;
             to = address_of(shared.q) + atom_offset(first_head, chunk);
@@ -159,7 +160,8 @@ struct Producer {
         static constexpr int kHeadStep = kProducerThreads / 8;
         MDI_DEVICE uint32_t at(int head, int atom) const { return to + head * kHeadStep * 128 + atom * kAtomBytes; }
     };
-    static_assert(kHeads == 2 * QueryPlace::kHeadStep && QueryPlace::kHeadStep % 8 == 0);
+    static constexpr int kThreadHeads = kHeads / QueryPlace::kHeadStep;
+    static_assert(QueryPlace::kHeadStep % 8 == 0);
     MDI_DEVICE void start_query(int item, int item_count) const {
         int num_heads;
         const bf16* from = query(item, num_heads);
@@ -169,7 +171,7 @@ struct Producer {
         const QueryPlace place(shared);
         from += place.first_head * kHeadDim + place.chunk * 8;
 #pragma unroll
-        for (int head = 0; head < 2; ++head) {
+        for (int head = 0; head < kThreadHeads; ++head) {
             if (place.first_head + head * place.kHeadStep < num_heads) {
 #pragma unroll
                 for (int atom = 0; atom < kAtoms; ++atom) {
@@ -189,15 +191,15 @@ struct Producer {
         ptx::cp_async_16(address_of(shared.angles) + chunk * 32, from);
         ptx::cp_async_16(address_of(shared.angles) + chunk * 32 + 16, from + 4);
     }
-    // The same chunk of two heads, half of the angles at a time: registers
-    MDI_DEVICE void rotate_query(int chunk, uint4 (&v)[2]) const {
+    // The same chunk of the thread's heads, half of the angles at a time: registers
+    MDI_DEVICE void rotate_query(int chunk, uint4 (&v)[kThreadHeads]) const {
         if (first_angle(params.rotary, chunk) < 0) return;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const uint4 angles = load_shared_v4(address_of(shared.angles) + chunk * 32 + half * 16);
             const float angle[4] = {bits_float(angles.x), bits_float(angles.y), bits_float(angles.z), bits_float(angles.w)};
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            for (int i = 0; i < kThreadHeads; ++i) {
                 uint32_t& first = half == 0 ? v[i].x : v[i].z;
                 uint32_t& second = half == 0 ? v[i].y : v[i].w;
                 first = rotate_pair(first, angle[0], angle[1]);
@@ -209,19 +211,19 @@ struct Producer {
         const int num_heads = min_of(kHeads, params.num_heads - first_head_of(params, item));
         const QueryPlace place(shared);
 #pragma unroll
-        for (int head = 0; head < 2; ++head) {
+        for (int head = 0; head < kThreadHeads; ++head) {
             if (place.first_head + head * place.kHeadStep < num_heads) continue;
 #pragma unroll
             for (int atom = 0; atom < kAtoms; ++atom) store_shared_v4(place.at(head, atom), make_uint4(0, 0, 0, 0));
         }
 #pragma unroll
         for (int atom = 0; atom < kAtoms; ++atom) {
-            uint4 v[2];
+            uint4 v[kThreadHeads];
 #pragma unroll
-            for (int head = 0; head < 2; ++head) v[head] = load_shared_v4(place.at(head, atom));
+            for (int head = 0; head < kThreadHeads; ++head) v[head] = load_shared_v4(place.at(head, atom));
             if (kRotates && atom == kAtoms - 1) rotate_query(place.chunk, v);
 #pragma unroll
-            for (int head = 0; head < 2; ++head) store_shared_v4(place.at(head, atom), to_key_order(v[head]));
+            for (int head = 0; head < kThreadHeads; ++head) store_shared_v4(place.at(head, atom), to_key_order(v[head]));
         }
         ptx::fence_proxy_async();
         ptx::mbarrier_arrive(address_of(&shared.q_full));
@@ -230,10 +232,25 @@ struct Producer {
             int lines;
             const uint8_t* line = reinterpret_cast<const uint8_t*>(query(next, lines));
             lines *= kHeadDim * 2 / 128;
-            for (int i = thread_index() - kConsumers * kGroupThreads; i < lines; i += kProducerThreads) prefetch_l2(line + i * 128);
+            for (int i = thread_index() - kFirstProducer; i < lines; i += kProducerThreads) prefetch_l2(line + i * 128);
         }
     }
+};
 
+template <bool kRotates>
+struct PackedProducer : QueryProducer<kRotates, Sizes<false>::kProducerThreads> {
+    using Base = QueryProducer<kRotates, Sizes<false>::kProducerThreads>;
+    using Base::params, Base::shared;
+    int lane, tile_row, part;  // tile_row: of the step's rows, the one this lane serves as `part` of four (Packed)
+    uint32_t valid;            // where the warp's byte of shared.valid[0] lies
+
+    MDI_DEVICE PackedProducer(const SparseParams& p, SharedStorage& s) : Base{p, s}, lane(threadIdx.x % 32) {
+        const int warp = (threadIdx.x - kFirstProducer) / 32;
+        tile_row = warp * kWarpRows + Packed::row_of(lane);
+        part = Packed::part_of(lane);
+        valid = address_of(shared.valid) + warp;
+        Descriptor::opaque(valid);  // or it is computed anew in every step, from a slow special register
+    }
     // The rows of a warp in one step; rows that are not there count as compressed. The code is compiled for each.
     enum class Rows { kWindow, kCompressed, kMixed };
 
@@ -309,7 +326,7 @@ struct Producer {
         arrive_full(buffer, 1);
         if (kRows != Rows::kCompressed) {
             ptx::cp_async_wait<1>();
-            if (is_first) finish_query(item);
+            if (is_first) this->finish_query(item);
         }
         take<2>(packed, window, row);
         if (kRows == Rows::kCompressed) {
@@ -356,7 +373,7 @@ struct Producer {
 
         int item_count = 0;
         for (int b = 0; item < num_items(params); ++b) {
-            if (is_first) start_query(item, item_count++);
+            if (is_first) this->start_query(item, item_count++);
             at.advance(params);
             const int idx_ahead = load_index(params, at, tile_row);
             if (!is_first && __all_sync(~0u, !row.window)) {
@@ -372,6 +389,89 @@ struct Producer {
             next_row.settle(params, idx_ahead, at.first_slot + tile_row);
             next_item = at.item;
             next_is_first = at.first_slot == 0;
+        }
+    }
+};
+
+// Rows of expand_rows.cu: 16 bytes at a time straight to the K tile, a warp sixteen rows, eight neighbouring lanes the 128 bytes
+// of a row in an atom. Copies arrive on the barriers themselves; nothing is waited for but places.
+template <bool kRotates>
+struct ExpandedProducer : QueryProducer<kRotates, Sizes<true>::kProducerThreads> {
+    using Base = QueryProducer<kRotates, Sizes<true>::kProducerThreads>;
+    using Base::params, Base::shared;
+    static constexpr int kWarpRows = kSlots / (Sizes<true>::kProducerThreads / 32), kLaneRows = kWarpRows / 4;
+    int lane, warp;
+
+    MDI_DEVICE ExpandedProducer(const SparseParams& p, SharedStorage& s) : Base{p, s}, lane(threadIdx.x % 32) {
+        warp = (threadIdx.x - kFirstProducer) / 32;
+    }
+    // The pool row of a slot, -1: none
+    MDI_DEVICE int settled(int loaded, int slot) const {
+        const int limit = slot < params.num_window ? params.num_window_rows : params.num_compressed_rows;
+        return static_cast<uint32_t>(loaded) < static_cast<uint32_t>(limit) ? loaded : -1;
+    }
+
+    // What a lane copies in a step: 16 bytes of every 128 of four rows, four rows apart. A row that is not there is zero.
+    struct LaneRows {
+        const uint8_t* from[kLaneRows];
+        uint32_t bytes[kLaneRows];  // 16 or 0
+    };
+    template <int kQuarter>
+    MDI_DEVICE void copy_quarter(const LaneRows& rows, uint32_t to, int buffer) const {
+#pragma unroll
+        for (int j = 0; j < kLaneRows; ++j) {
+#pragma unroll
+            for (int atom = 2 * kQuarter; atom < 2 * kQuarter + 2; ++atom) {  // four rows on, bit 2 of the swizzle changes
+                ptx::cp_async_16_zfill((j % 2 == 0 ? to : to ^ 64) + j * 4 * 128 + atom * kAtomBytes, rows.from[j] + atom * 128, rows.bytes[j]);
+            }
+        }
+        ptx::cp_async_mbarrier_arrive(address_of(&shared.full[buffer][kQuarter]));
+    }
+
+    // idx: the row of the lane's slot, warp * kWarpRows + lane % kWarpRows
+    MDI_DEVICE LaneRows lane_rows(int idx, int first_slot) const {
+        LaneRows rows;
+#pragma unroll
+        for (int j = 0; j < kLaneRows; ++j) {
+            const int row = lane / 8 + 4 * j, pool_row = __shfl_sync(~0u, idx, row);
+            const bool in_window = first_slot + warp * kWarpRows + row < params.num_window || params.compressed == nullptr;
+            rows.bytes[j] = pool_row >= 0 ? 16 : 0;
+            rows.from[j] = (in_window ? params.window : params.compressed) + int64_t{max_of(pool_row, 0)} * kExpandedRowBytes + lane % 8 * 16;
+        }
+        return rows;
+    }
+
+    MDI_DEVICE void run() {
+        Cursor at(params, blockIdx.x);
+        if (at.done(params)) return;
+        const int lane_slot = warp * kWarpRows + lane % kWarpRows, first_row = warp * kWarpRows + lane / 8;
+        const uint32_t tile = address_of(shared.k[0]) + atom_offset(first_row, lane % 8);
+        int item_count = 0, idx = settled(load_index(params, at, lane_slot), at.first_slot + lane_slot);
+        for (int b = 0; !at.done(params); ++b) {
+            const int item = at.item, first_slot = at.first_slot, buffer = b & 1;
+            const uint32_t parity = (b >> 1 & 1) ^ 1, to = tile + buffer * kTileBytes;
+            if (first_slot == 0) this->start_query(item, item_count++);
+            at.advance(params);
+            const int idx_ahead = load_index(params, at, lane_slot);
+            const LaneRows rows = lane_rows(idx, first_slot);
+            const uint32_t valid = __ballot_sync(~0u, idx >= 0);
+            ptx::mbarrier_wait(address_of(&shared.empty[buffer][0]), parity);
+            copy_quarter<0>(rows, to, buffer);
+            copy_quarter<1>(rows, to, buffer);
+            ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
+            copy_quarter<2>(rows, to, buffer);
+            copy_quarter<3>(rows, to, buffer);
+            if (lane == 0) {
+                static_assert(kWarpRows == 16);
+                store_shared_u16(address_of(shared.valid[buffer]) + warp * 2, valid);
+                ptx::mbarrier_arrive(address_of(&shared.full[buffer][kQuarters - 1]));
+            }
+            if (first_slot == 0) {
+                ptx::cp_async_commit();
+                ptx::cp_async_wait<1>();  // Q is there, the rows may be on their way
+                this->finish_query(item);
+            }
+            idx = settled(idx_ahead, at.first_slot + lane_slot);
         }
     }
 };
@@ -704,17 +804,20 @@ struct Consumer {
     }
 };
 
-template <Output kOutput>
-__global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_constant__ SparseParams params) {
+template <Output kOutput, bool kExpanded>
+__global__ void __launch_bounds__(Sizes<kExpanded>::kThreads, 1) sparse_sm90_kernel(const __grid_constant__ SparseParams params) {
+    constexpr bool kRotates = kOutput != Output::kPlain;
+    using Size = Sizes<kExpanded>;
+    using Producer = std::conditional_t<kExpanded, ExpandedProducer<kRotates>, PackedProducer<kRotates>>;
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) {
-            for (uint64_t& full : shared.full[i]) ptx::mbarrier_init(address_of(&full), kProducerThreads);
+            for (int j = 0; j < kQuarters; ++j) ptx::mbarrier_init(address_of(&shared.full[i][j]), Size::kProducerThreads + (j == kQuarters - 1 ? Size::kValidArrivals : 0));
             for (uint64_t& empty : shared.empty[i]) ptx::mbarrier_init(address_of(&empty), kGroupThreads);
             ptx::mbarrier_init(address_of(&shared.p_ready[i]), kGroupThreads);
         }
-        ptx::mbarrier_init(address_of(&shared.q_full), kProducerThreads);
+        ptx::mbarrier_init(address_of(&shared.q_full), Size::kProducerThreads);
         ptx::mbarrier_init(address_of(&shared.q_empty), kConsumers * kGroupThreads);
         ptx::fence_mbarrier_init();
     }
@@ -724,17 +827,24 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
     __syncthreads();
     const int role = __shfl_sync(~0u, threadIdx.x / kGroupThreads, 0);  // in a uniform register, and so all descriptors
     if (role >= kConsumers) {
-        ptx::setmaxnreg_dec<kProducerRegisters>();
-        Producer<kOutput != Output::kPlain>(params, shared).run();
+        ptx::setmaxnreg_dec<Size::kProducerRegisters>();
+        Producer(params, shared).run();
     } else {
-        ptx::setmaxnreg_inc<kConsumerRegisters>();
+        ptx::setmaxnreg_inc<Size::kConsumerRegisters>();
         Consumer<kOutput>(params, shared, role).run();
     }
 }
 
 template <Output kOutput>
 void launch_output(const SparseParams& params, int blocks) {
-    launch("attention.sparse", sparse_sm90_kernel<kOutput>, {dim3(blocks), dim3(kThreads), sizeof(SharedStorage), params.stream}, params);
+    const auto launch_kernel = [&](auto* kernel, int threads) {
+        launch("attention.sparse", kernel, {dim3(blocks), dim3(threads), sizeof(SharedStorage), params.stream}, params);
+    };
+    if (params.expanded) {
+        launch_kernel(sparse_sm90_kernel<kOutput, true>, Sizes<true>::kThreads);
+    } else {
+        launch_kernel(sparse_sm90_kernel<kOutput, false>, Sizes<false>::kThreads);
+    }
 }
 
 }  // namespace
@@ -744,7 +854,7 @@ void launch_sparse_sm90(const SparseParams& params) {
     check_cuda("attention.sparse", cudaGetDevice(&device));
     check_cuda("attention.sparse", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
-    if (int64_t{4} * kSplitBlocks * items <= 3 * num_sms) return launch_sparse_split_sm90(params);  // clusters of eight do not fill every GPC
+    if (!params.expanded && int64_t{4} * kSplitBlocks * items <= 3 * num_sms) return launch_sparse_split_sm90(params);  // clusters of eight do not fill every GPC
     const int blocks = min_of(items, num_sms);
     switch (output_of(params)) {
         case Output::kPlain: return launch_output<Output::kPlain>(params, blocks);

@@ -30,6 +30,12 @@ MDI_DEVICE void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// cp.async.mbarrier.arrive.noinc.shared::cta.b64: an arrival once all earlier cp.async of this thread are there. It is one of those
+// that the barrier was initialised for.
+MDI_DEVICE void cp_async_mbarrier_arrive(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // mbarrier.arrive.release.cluster.shared::cluster.b64: `barrier` comes from map_to_rank
 MDI_DEVICE void mbarrier_arrive_remote(uint32_t barrier) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
