@@ -147,7 +147,7 @@ def sparse_rope_case(tokens: int, picks: int, quantises: bool, kind: str = "mode
             raise ValueError(f"{wrong} bytes differ")
         return 0.0
 
-    form = {"name": f"{plain.name} expanded", "params": plain.params | {"rows": "expanded"}} if expanded else {}
+    form: dict[str, Any] = {"name": f"{plain.name} expanded", "params": plain.params | {"rows": "expanded"}} if expanded else {}
     return replace(
         plain, op=f"attention.{op}", make=make, run=run, check=check, impls=impls, **form,
         bytes=plain.bytes - (1.0 if quantises else 0.0) * tokens * HEADS * DIM + tokens * rope_dim * 4.0,

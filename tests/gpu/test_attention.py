@@ -488,17 +488,22 @@ needs_hopper = pytest.mark.skipif(
 )
 
 
+def all_codes(kind: str) -> torch.Tensor:
+    """300 packed rows, of which 256 have a byte of codes each, with any scale whose values are floats and exact in an expanded row."""
+    packed = torch.randint(256, (300, 528 if kind == "window" else 288), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    codes = packed[:, : DIM if kind == "window" else DIM // 2]
+    codes[:256] = torch.arange(256, dtype=torch.uint8)[:, None]
+    if kind == "window":
+        codes[(codes & 0x7F) == 0x7F] = 1  # NaN: of eight columns here, of one in the reference
+        scales = packed[:, DIM:]
+        packed[:, DIM:] = torch.where(scales < 255, scales.clamp(20, 246), scales)
+    return packed
+
+
 @pytest.mark.parametrize("kind", ["window", "compressed"])
 def test_expand_rows_bits(kind: str) -> None:
     """Every code with many scales, NaN and extreme ones among them; pages in another order, twice, and outside the pool."""
-    gen = torch.Generator().manual_seed(3)
-    packed = torch.randint(256, (300, 528 if kind == "window" else 288), generator=gen, dtype=torch.uint8)
-    packed[:256, :DIM if kind == "window" else DIM // 2] = torch.arange(256, dtype=torch.uint8)[:, None]
-    scales = packed[:, 512:] if kind == "window" else packed[:, 256:]
-    if kind == "window":
-        scales.clamp_(min=20)  # below 2^-117 the values lose bits, and NaN codes spread differently below
-        packed[:, :DIM] = torch.where((packed[:, :DIM] & 0x7F) == 0x7F, 1, packed[:, :DIM])
-    packed = packed.cuda()
+    packed = all_codes(kind).cuda()
     for pages, page_rows in ((None, 1), (torch.tensor([3, 0, 29, 3, -1, 30, 500], dtype=torch.int32, device="cuda"), 10)):
         count = 300 if pages is None else 70
         got, wanted = (torch.full((count, DIM), 7.0, dtype=torch.bfloat16, device="cuda") for _ in range(2))
