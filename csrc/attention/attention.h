@@ -2,7 +2,7 @@
 //
 // Packed rows (uint8, model spec 4.4): a window row is D E4M3 codes then D/32 E8M0 bytes (528 B at D = 512); a
 // compressed row is D/2 bytes of E2M1 pairs (even element in the low nibble) then D/16 E4M3 bytes (288 B). An expanded row
-// holds the bf16 values of either as the Hopper kernel's tiles want them (row_codec.cuh: key order, key factor).
+// holds the bf16 values of either over the key factor of row_codec.cuh.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,5 +1,6 @@
-// Packed KV rows -> expanded rows: the bf16 chunks that the K tiles of sparse_sm90.cu hold (row_codec.cuh), row by row in global memory.
-// Where many queries read the same rows, expanding them once and gathering 1,024 bytes a row instead of 528 or 288 is faster.
+// Packed KV rows -> expanded rows: the values over the key factor (row_codec.cuh) in bf16, as sparse_sm90.cu's K tiles have them, but in
+// their natural order. Where many queries read the same rows, expanding them once and gathering 1,024 bytes a row instead of 528 or
+// 288 is faster.
 //
 // A warp takes two rows; lane l has chunks l and l + 32 of each, so that loads and stores of a warp are contiguous. Bound by memory.
 #include "attention/attention.h"
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) expand_rows_kernel(const ExpandRowsP
         if (!there[i]) continue;
         uint4* to = reinterpret_cast<uint4*>(params.out + (first + i) * kExpandedRowBytes) + lane;
 #pragma unroll
-        for (int j = 0; j < kLaneChunks; ++j) to[32 * j] = rows[i].chunk(j);
+        for (int j = 0; j < kLaneChunks; ++j) to[32 * j] = from_key_order(rows[i].chunk(j));
     }
 }
 

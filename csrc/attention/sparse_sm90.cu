@@ -134,8 +134,9 @@ MDI_DEVICE int load_index(const SparseParams& params, const Cursor& at, int tile
 }
 
 // What both kinds of producers do for Q
-template <bool kRotates, int kProducerThreads>
+template <bool kRotates, bool kExpanded>
 struct QueryProducer {
+    static constexpr int kProducerThreads = Sizes<kExpanded>::kProducerThreads;
     const SparseParams& params;
     SharedStorage& shared;
 
@@ -216,14 +217,15 @@ struct QueryProducer {
 #pragma unroll
             for (int atom = 0; atom < kAtoms; ++atom) store_shared_v4(place.at(head, atom), make_uint4(0, 0, 0, 0));
         }
+        constexpr int kFirstChanged = kExpanded ? kAtoms - 1 : 0;  // without key order only the last atom is rotated
 #pragma unroll
-        for (int atom = 0; atom < kAtoms; ++atom) {
+        for (int atom = kFirstChanged; atom < kAtoms; ++atom) {
             uint4 v[kThreadHeads];
 #pragma unroll
             for (int head = 0; head < kThreadHeads; ++head) v[head] = load_shared_v4(place.at(head, atom));
             if (kRotates && atom == kAtoms - 1) rotate_query(place.chunk, v);
 #pragma unroll
-            for (int head = 0; head < kThreadHeads; ++head) store_shared_v4(place.at(head, atom), to_key_order(v[head]));
+            for (int head = 0; head < kThreadHeads; ++head) store_shared_v4(place.at(head, atom), to_tile_order<!kExpanded>(v[head]));
         }
         ptx::fence_proxy_async();
         ptx::mbarrier_arrive(address_of(&shared.q_full));
@@ -238,8 +240,8 @@ struct QueryProducer {
 };
 
 template <bool kRotates>
-struct PackedProducer : QueryProducer<kRotates, Sizes<false>::kProducerThreads> {
-    using Base = QueryProducer<kRotates, Sizes<false>::kProducerThreads>;
+struct PackedProducer : QueryProducer<kRotates, false> {
+    using Base = QueryProducer<kRotates, false>;
     using Base::params, Base::shared;
     int lane, tile_row, part;  // tile_row: of the step's rows, the one this lane serves as `part` of four (Packed)
     uint32_t valid;            // where the warp's byte of shared.valid[0] lies
@@ -394,10 +396,10 @@ struct PackedProducer : QueryProducer<kRotates, Sizes<false>::kProducerThreads> 
 };
 
 // Rows of expand_rows.cu: 16 bytes at a time straight to the K tile, a warp sixteen rows, eight neighbouring lanes the 128 bytes
-// of a row in an atom. Copies arrive on the barriers themselves; nothing is waited for but places.
+// of a row in an atom. Copies arrive on the barriers themselves; nothing is waited for but places and Q.
 template <bool kRotates>
-struct ExpandedProducer : QueryProducer<kRotates, Sizes<true>::kProducerThreads> {
-    using Base = QueryProducer<kRotates, Sizes<true>::kProducerThreads>;
+struct ExpandedProducer : QueryProducer<kRotates, true> {
+    using Base = QueryProducer<kRotates, true>;
     using Base::params, Base::shared;
     static constexpr int kWarpRows = kSlots / (Sizes<true>::kProducerThreads / 32), kLaneRows = kWarpRows / 4;
     int lane, warp;
@@ -405,10 +407,18 @@ struct ExpandedProducer : QueryProducer<kRotates, Sizes<true>::kProducerThreads>
     MDI_DEVICE ExpandedProducer(const SparseParams& p, SharedStorage& s) : Base{p, s}, lane(threadIdx.x % 32) {
         warp = (threadIdx.x - kFirstProducer) / 32;
     }
-    // The pool row of a slot, -1: none
-    MDI_DEVICE int settled(int loaded, int slot) const {
-        const int limit = slot < params.num_window ? params.num_window_rows : params.num_compressed_rows;
-        return static_cast<uint32_t>(loaded) < static_cast<uint32_t>(limit) ? loaded : -1;
+
+    struct Step {
+        int item, first_slot;
+        int idx;  // pool row of slot warp * kWarpRows + lane % kWarpRows of the step, negative: none
+    };
+    MDI_DEVICE int lane_slot() const { return warp * kWarpRows + lane % kWarpRows; }
+    MDI_DEVICE Step step_at(const Cursor& at, int loaded) const {
+        const int limit = at.first_slot + lane_slot() < params.num_window ? params.num_window_rows : params.num_compressed_rows;
+        return {at.item, at.first_slot, static_cast<uint32_t>(loaded) < static_cast<uint32_t>(limit) ? loaded : -1};
+    }
+    MDI_DEVICE const uint8_t* pool_row(int idx, int slot) const {
+        return (slot < params.num_window ? params.window : params.compressed) + static_cast<int64_t>(idx) * kExpandedRowBytes;
     }
 
     // What a lane copies in a step: 16 bytes of every 128 of four rows, four rows apart. A row that is not there is zero.
@@ -416,6 +426,17 @@ struct ExpandedProducer : QueryProducer<kRotates, Sizes<true>::kProducerThreads>
         const uint8_t* from[kLaneRows];
         uint32_t bytes[kLaneRows];  // 16 or 0
     };
+    MDI_DEVICE LaneRows lane_rows(const Step& step) const {
+        LaneRows rows;
+#pragma unroll
+        for (int j = 0; j < kLaneRows; ++j) {
+            const int row = lane / 8 + 4 * j, idx = __shfl_sync(~0u, step.idx, row);
+            rows.bytes[j] = idx >= 0 ? 16 : 0;
+            rows.from[j] = params.window;  // nothing is read
+            if (idx >= 0) rows.from[j] = pool_row(idx, step.first_slot + warp * kWarpRows + row) + lane % 8 * 16;
+        }
+        return rows;
+    }
     template <int kQuarter>
     MDI_DEVICE void copy_quarter(const LaneRows& rows, uint32_t to, int buffer) const {
 #pragma unroll
@@ -428,57 +449,48 @@ struct ExpandedProducer : QueryProducer<kRotates, Sizes<true>::kProducerThreads>
         ptx::cp_async_mbarrier_arrive(address_of(&shared.full[buffer][kQuarter]));
     }
 
-    // idx: the row of the lane's slot, warp * kWarpRows + lane % kWarpRows
-    MDI_DEVICE LaneRows lane_rows(int idx, int first_slot) const {
-        LaneRows rows;
-#pragma unroll
-        for (int j = 0; j < kLaneRows; ++j) {
-            const int row = lane / 8 + 4 * j, pool_row = __shfl_sync(~0u, idx, row);
-            const bool in_window = first_slot + warp * kWarpRows + row < params.num_window || params.compressed == nullptr;
-            rows.bytes[j] = pool_row >= 0 ? 16 : 0;
-            rows.from[j] = (in_window ? params.window : params.compressed) + int64_t{max_of(pool_row, 0)} * kExpandedRowBytes + lane % 8 * 16;
-        }
-        return rows;
-    }
-
     MDI_DEVICE void run() {
         Cursor at(params, blockIdx.x);
-        if (at.done(params)) return;
-        const int lane_slot = warp * kWarpRows + lane % kWarpRows, first_row = warp * kWarpRows + lane / 8;
-        const uint32_t tile = address_of(shared.k[0]) + atom_offset(first_row, lane % 8);
-        int item_count = 0, idx = settled(load_index(params, at, lane_slot), at.first_slot + lane_slot);
-        for (int b = 0; !at.done(params); ++b) {
-            const int item = at.item, first_slot = at.first_slot, buffer = b & 1;
+        const uint32_t tile = address_of(shared.k[0]) + atom_offset(warp * kWarpRows + lane / 8, lane % 8);
+        Step step = step_at(at, load_index(params, at, lane_slot()));
+        at.advance(params);
+        Step next = step_at(at, load_index(params, at, lane_slot()));
+        int item_count = 0;
+        for (int b = 0; step.item < num_items(params); ++b) {
+            const int buffer = b & 1;
             const uint32_t parity = (b >> 1 & 1) ^ 1, to = tile + buffer * kTileBytes;
-            if (first_slot == 0) this->start_query(item, item_count++);
+            const bool is_first = step.first_slot == 0;
+            if (is_first) this->start_query(step.item, item_count++);
             at.advance(params);
-            const int idx_ahead = load_index(params, at, lane_slot);
-            const LaneRows rows = lane_rows(idx, first_slot);
-            const uint32_t valid = __ballot_sync(~0u, idx >= 0);
+            const int loaded = load_index(params, at, lane_slot());
+            const LaneRows rows = lane_rows(step);
+            const uint32_t valid = __ballot_sync(~0u, step.idx >= 0);
             ptx::mbarrier_wait(address_of(&shared.empty[buffer][0]), parity);
             copy_quarter<0>(rows, to, buffer);
             copy_quarter<1>(rows, to, buffer);
             ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
             copy_quarter<2>(rows, to, buffer);
             copy_quarter<3>(rows, to, buffer);
+            if (lane < kWarpRows && next.idx >= 0) ptx::bulk_prefetch_l2(pool_row(next.idx, next.first_slot + lane_slot()), kExpandedRowBytes);
             if (lane == 0) {
                 static_assert(kWarpRows == 16);
                 store_shared_u16(address_of(shared.valid[buffer]) + warp * 2, valid);
                 ptx::mbarrier_arrive(address_of(&shared.full[buffer][kQuarters - 1]));
             }
-            if (first_slot == 0) {
+            if (is_first) {
                 ptx::cp_async_commit();
                 ptx::cp_async_wait<1>();  // Q is there, the rows may be on their way
-                this->finish_query(item);
+                this->finish_query(step.item);
             }
-            idx = settled(idx_ahead, at.first_slot + lane_slot);
+            step = next;
+            next = step_at(at, loaded);
         }
     }
 };
 
 // ---- consumers -----------------------------------------------------------------------------------------------------
 
-template <Output kOutput>
+template <Output kOutput, bool kExpanded>
 struct Consumer {
     const SparseParams& params;
     SharedStorage& shared;
@@ -695,7 +707,7 @@ struct Consumer {
                 const bool rotates = kOutput == Output::kRotated && part == kHalfDims / 64 - 1 && rotation.any;
 #pragma unroll
                 for (int i = 0; i < OutputPlace::kRows; ++i) {
-                    uint4 v = from_key_order(load_shared_v4(place.staged(tile, part, i)));
+                    uint4 v = from_tile_order<!kExpanded>(load_shared_v4(place.staged(tile, part, i)));
                     if (rotates) v = rotation.inverse(v);
                     if (place.row(i) < num_heads) *reinterpret_cast<uint4*>(out + i * OutputPlace::kRowStep * kHeadDim + part * 64) = v;
                 }
@@ -718,7 +730,7 @@ struct Consumer {
             for (int i = 0; i < kRows; ++i) {
                 uint4 v = load_shared_v4(place.staged(tile, part, i));
                 if (part == kParts - 1 && rotation.any) {
-                    v = to_key_order(rotation.inverse(from_key_order(v)));
+                    v = to_tile_order<!kExpanded>(rotation.inverse(from_tile_order<!kExpanded>(v)));
                     store_shared_v4(place.staged(tile, part, i), v);
                 }
                 largest[2 * i / kRows] = elementwise::max_halves(largest[2 * i / kRows], largest_halves(v));
@@ -745,7 +757,7 @@ struct Consumer {
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
                 const uint4 v = load_shared_v4(place.staged(tile, part, i));
-                const uint2 codes = encode_at_row(v, row_byte[2 * i / kRows], exact);
+                const uint2 codes = encode_at_row<!kExpanded>(v, row_byte[2 * i / kRows], exact);
                 *reinterpret_cast<uint2*>(to + i / 2 * next_row + i % 2 * OutputPlace::kRowStep * kHeadDim + part * 64) = codes;
             }
             if (!__all_sync(~0u, exact)) inexact |= 1u << i;
@@ -761,7 +773,7 @@ struct Consumer {
                 const uint32_t group_max = largest_of_groups(v[part], v[part + 1]);
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    const uint2 codes = fold_chunk(v[part + j], group_max >> (j * 16) & 0xffffu, byte);
+                    const uint2 codes = fold_chunk<!kExpanded>(v[part + j], group_max >> (j * 16) & 0xffffu, byte);
                     *reinterpret_cast<uint2*>(to + i / 2 * next_row + i % 2 * OutputPlace::kRowStep * kHeadDim + (part + j) * 64) = codes;
                 }
             }
@@ -831,7 +843,7 @@ __global__ void __launch_bounds__(Sizes<kExpanded>::kThreads, 1) sparse_sm90_ker
         Producer(params, shared).run();
     } else {
         ptx::setmaxnreg_inc<Size::kConsumerRegisters>();
-        Consumer<kOutput>(params, shared, role).run();
+        Consumer<kOutput, kExpanded>(params, shared, role).run();
     }
 }
 

@@ -358,7 +358,7 @@ struct Block {
             if (head >= num_heads) continue;
             const int64_t row = code_row(params, first_head + head, token);
             *reinterpret_cast<uint2*>(params.codes + (row * kCodeHeads + head % kCodeHeads) * kHeadDim + dim) =
-                fold_chunk(to_key_order(v[i]), group_max >> (i * 16) & 0xffffu, row_byte);
+                fold_chunk<false>(v[i], group_max >> (i * 16) & 0xffffu, row_byte);
             if (dim == 0 && head % kCodeHeads == 0) params.row_scale[row] = e8m0_decode(static_cast<uint8_t>(row_byte));
         }
     }

@@ -89,6 +89,11 @@ MDI_DEVICE void bulk_load(uint32_t smem, const void* global, uint32_t bytes, uin
         : "memory");
 }
 
+// cp.async.bulk.prefetch.L2.global: address and bytes are multiples of 16
+MDI_DEVICE void bulk_prefetch_l2(const void* global, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
 // fence.proxy.async.shared::cta: ordinary shared-memory writes before it are seen by wgmma after it
 MDI_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

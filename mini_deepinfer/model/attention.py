@@ -93,8 +93,10 @@ class Attention:
             compressed, selection = step.caches.compressed[plan.kv_owner], step.selections[plan.index_source]
             rows, count = selection.rows, selection.count
             if step.expanded is not None:
-                with stage("attention.sparse"):
-                    window, compressed = attention.expand_rows(window, config.head_dim), step.expanded
+                compressed = step.expanded
+        if (compressed is None or compressed is step.expanded) and step.expands_windows(x):  # one call's rows are all of one form
+            with stage("attention.sparse"):
+                window = attention.expand_rows(window, config.head_dim)
         scale = config.head_dim**-0.5
         z = self._grouped_output(q, window, batch.window_idx, compressed, rows, count, self.sink, scale, batch.positions, self.table)
         with stage("attention.output"):

@@ -50,6 +50,10 @@ class Step:
             self._visible[ratio] = torch.div(self.batch.positions + 1, ratio, rounding_mode="floor").to(torch.int32)
         return self._visible[ratio]
 
+    def expands_windows(self, x: torch.Tensor) -> bool:
+        """Whether attention reads window rows expanded where it does not read packed compressed rows. x: as for `expand`."""
+        return self.caches.geometry.window_rows <= 2 * self.batch.num_tokens and attention.takes_expanded(x)
+
     def expand(self, plan: LayerPlan, config: ModelConfig, x: torch.Tensor) -> None:
         """After a KV owner wrote its rows: expand what the step's sequences hold of them, if its queries read every row often enough.
 
@@ -60,7 +64,7 @@ class Step:
         page_rows = geometry.page_size // plan.ratio
         most_rows = batch.num_tokens * config.index_topk // attention.EXPAND_READS
         num_rows = batch.page_table.numel() * page_rows
-        if num_rows > most_rows or geometry.window_rows > 2 * batch.num_tokens or not attention.takes_expanded(x):
+        if num_rows > most_rows or not self.expands_windows(x):
             return
         if self._scratch is None:
             largest = batch.page_table.numel() * (geometry.page_size // geometry.ratios[0])

@@ -113,8 +113,8 @@ def expand_rows(
         page_rows  rows of a page; without pages it has no meaning
         out        [R, D]        bfloat16, contiguous, optional
     Returns:
-        [R, D] bfloat16, R = M * page_rows, or S without pages: the values divided by 512, in every eight columns in the order
-        0 4 1 5 2 6 3 7, as the kernels' tiles have them. Exact above 2^-117. Rows outside `packed` are left as they are in out.
+        [R, D] bfloat16, R = M * page_rows, or S without pages: the values divided by 512, as the kernels' tiles have them. Exact
+        above 2^-117. Rows outside `packed` are left as they are in out.
     Raises:
         TypeError, ValueError  wrong dtype; wrong shape or device
         RuntimeError           strides or alignment on CUDA; GPU or build cannot run it

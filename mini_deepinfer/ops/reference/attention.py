@@ -9,7 +9,6 @@ from mini_deepinfer.ops.reference.elementwise import rmsnorm, rope, rope_quant
 
 BLOCK_SLOTS = 64
 _TOKENS_PER_PASS = 128
-KEY_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of every eight columns of an expanded row
 KEY_FACTOR = 512.0  # an expanded row holds the values divided by it
 
 
@@ -53,21 +52,19 @@ def unpack_compressed(rows: torch.Tensor) -> torch.Tensor:
 
 
 def expand_rows(packed: torch.Tensor, pages: torch.Tensor | None, page_rows: int, out: torch.Tensor) -> None:
-    """The values of packed rows in the layout of expanded rows (ops.attention.expand_rows), row by row or page by page."""
+    """Packed rows as expanded rows (ops.attention.expand_rows), row by row or page by page."""
     index = torch.arange(out.shape[0], device=out.device)
     if pages is not None:
         index = pages.long()[index // page_rows] * page_rows + index % page_rows
     there = (index >= 0) & (index < packed.shape[0])
     rows = packed[index[there]]
     values = unpack_window(rows) if packed.shape[1] == window_bytes(out.shape[1]) else unpack_compressed(rows)
-    out[there] = (values / KEY_FACTOR).unflatten(1, (-1, 8))[..., KEY_ORDER].flatten(1).to(out.dtype)
+    out[there] = (values / KEY_FACTOR).to(out.dtype)
 
 
 def unpack_expanded(rows: torch.Tensor) -> torch.Tensor:
     """[..., D] expanded rows -> exact float32 values [..., D]."""
-    values = torch.empty(*rows.shape[:-1], rows.shape[-1] // 8, 8, device=rows.device)
-    values[..., KEY_ORDER] = rows.unflatten(-1, (-1, 8)).float()
-    return values.flatten(-2) * KEY_FACTOR
+    return rows.float() * KEY_FACTOR
 
 
 def write_window(kv: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
