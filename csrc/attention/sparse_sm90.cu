@@ -496,7 +496,9 @@ struct Consumer {
     SharedStorage& shared;
     const int group, other;          // this consumer, 0 or 1, and the other one
     int lane, row;                   // row: the thread's first head in the tile, the second is row + 8
-    float o[2][kHalfDims / 4];       // 64 heads x two times 128 dims over the warpgroup
+    // O += P V is one product of 256 dims, or two of 128: ptxas takes no wider one at 512 threads.
+    static constexpr int kParts = kExpanded ? 1 : 2, kPartDims = kHalfDims / kParts, kPartValues = kPartDims / 2;
+    float o[kParts][kPartValues];    // 64 heads x 256 dims over the warpgroup
     float m[2], sum[2];              // running maximum, and the sum over this consumer's own steps
 
     MDI_DEVICE Consumer(const SparseParams& p, SharedStorage& s, int consumer) : params(p), shared(s), group(consumer), other(consumer ^ 1) {
@@ -505,6 +507,11 @@ struct Consumer {
     }
 
     MDI_DEVICE static void arrive(const uint64_t& barrier) { ptx::mbarrier_arrive(address_of(&barrier)); }
+
+    MDI_DEVICE void fence_output() {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) fence_registers(o[part]);
+    }
 
     // Takes over a new running maximum: rescales what was summed under the old one. O holds nothing before an item's first
     // product (`started`), which overwrites it.
@@ -516,7 +523,7 @@ struct Consumer {
         sum[1] = __fmul_rn(sum[1], alpha[1]);
         if (started && __any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f)) {
 #pragma unroll
-            for (int i = 0; i < kHalfDims / 2; ++i) o[i / 64][i % 64] *= alpha[i / 2 % 2];
+            for (int i = 0; i < kHalfDims / 2; ++i) o[i / kPartValues][i % kPartValues] *= alpha[i / 2 % 2];
         }
     }
 
@@ -529,13 +536,14 @@ struct Consumer {
         const float new_max[2] = {shared.row_max[other][row], shared.row_max[other][row + 8]};
         rescale(new_max, started);
         const Descriptor p(shared.p[other], 16), v = values(other);
-        fence_registers(o[0]);
-        fence_registers(o[1]);
+        fence_output();
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kSlots / 16; ++k) {
-            wgmma_bf16_ss<kHalfDims / 2, 0, 1>(o[0], p.at(k * 32), v.at(k * 2048), started || k > 0);
-            wgmma_bf16_ss<kHalfDims / 2, 0, 1>(o[1], p.at(k * 32), v.at(k * 2048 + 2 * kAtomBytes), started || k > 0);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                wgmma_bf16_ss<kPartDims, 0, 1>(o[part], p.at(k * 32), v.at(k * 2048 + 2 * part * kAtomBytes), started || k > 0);
+            }
         }
         wgmma_commit();
     }
@@ -573,26 +581,25 @@ struct Consumer {
     // O += P V of the own step, P from registers
     MDI_DEVICE void own_values(uint32_t (&p)[kSlots / 4], bool started) {
         const Descriptor v = values(group);
-        fence_registers(o[0]);
-        fence_registers(o[1]);
+        fence_output();
         fence_registers(p);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kSlots / 16; ++k) {
             const uint32_t a[4] = {p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]};
-            wgmma_bf16_rs<kHalfDims / 2, 1>(o[0], a, v.at(k * 2048), started || k > 0);
-            wgmma_bf16_rs<kHalfDims / 2, 1>(o[1], a, v.at(k * 2048 + 2 * kAtomBytes), started || k > 0);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                wgmma_bf16_rs<kPartDims, 1>(o[part], a, v.at(k * 2048 + 2 * part * kAtomBytes), started || k > 0);
+            }
         }
         wgmma_commit();
         wgmma_wait<0>();
-        fence_registers(o[0]);
-        fence_registers(o[1]);
+        fence_output();
     }
 
     MDI_DEVICE void finish_other() {
         wgmma_wait<0>();
-        fence_registers(o[0]);
-        fence_registers(o[1]);
+        fence_output();
     }
 
     // The consumer's own step b. kAlone: the item's first, without one of the other before it. started: O holds something when the
@@ -618,8 +625,7 @@ struct Consumer {
         new_max[1] = next_max(m[1], new_max[1]);
         exponentiate(s, scale, new_max, part, p);
         publish(p, new_max);
-        fence_registers(o[0]);
-        fence_registers(o[1]);
+        fence_output();
         rescale(new_max, !kAlone);
         sum[0] += part[0];
         sum[1] += part[1];
@@ -694,7 +700,8 @@ struct Consumer {
             uint32_t pairs[16];
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
-                const float* value = o[part / 2] + part % 2 * 32 + 2 * i;
+                const int first = part * 32 + 2 * i;
+                const float* value = o[first / kPartValues] + first % kPartValues;
                 pairs[i] = ptx::pack_bf16x2(value[0] * factor[i % 2], value[1] * factor[i % 2]);
             }
             AtomWriter(tile + part * kAtomBytes).store(pairs);
