@@ -104,16 +104,23 @@ def sparse_case(tokens: int, picks: int, kind: str) -> Case:
     )
 
 
-def sparse_rope_case(tokens: int, picks: int, quantises: bool) -> Case:
-    """Sparse attention as the model calls it: rotated queries, output without its rotation, quantised for an FP8 `wo_a` or not."""
-    plain, groups, rope_dim = sparse_case(tokens, picks, "model"), RELEASED.o_groups, RELEASED.qk_rope_head_dim
+def sparse_rope_case(tokens: int, picks: int, quantises: bool, kind: str = "model", expanded: bool = False) -> Case:
+    """Sparse attention as the model calls it: rotated queries, output without its rotation, quantised for an FP8 `wo_a` or not.
+
+    expanded: over rows that `expand_rows` made, which a step does once for the layers of a KV owner.
+    """
+    plain, groups, rope_dim = sparse_case(tokens, picks, kind), RELEASED.o_groups, RELEASED.qk_rope_head_dim
     op = "sparse_rope_quant" if quantises else "sparse_rope"
+    impls = ("sm90",) if expanded else plain.impls
 
     def make(device: torch.device) -> dict[str, Any]:
         inputs = plain.make(device)
         angle = 6.28 * torch.rand(tokens, rope_dim // 2, generator=torch.Generator(device).manual_seed(7), device=device)
         inputs["positions"] = torch.arange(tokens, dtype=torch.int32, device=device)
         inputs["table"] = torch.stack((angle.cos(), angle.sin()), -1)
+        if expanded:
+            for name in ("window", "compressed"):
+                inputs[name] = None if inputs[name] is None else attention.expand_rows(inputs[name], DIM)
         return inputs
 
     def run(inputs: dict[str, Any], impl: str) -> tuple[torch.Tensor, ...]:
@@ -126,7 +133,7 @@ def sparse_rope_case(tokens: int, picks: int, quantises: bool) -> Case:
         """Every implementation bit for bit against the separate ops. Runs them anew: the timed ones may have rotated their q in place."""
         rotation = {name: inputs[name] for name in ("positions", "table")}
         wrong = 0
-        for impl in IMPLEMENTATIONS["attention.sparse"]:
+        for impl in impls:
             if why_not("attention.sparse", impl, out[0].device):
                 continue
             got = run({**inputs, "q": inputs["q"].clone(), "out": torch.empty_like(inputs["q"])}, impl)
@@ -140,9 +147,36 @@ def sparse_rope_case(tokens: int, picks: int, quantises: bool) -> Case:
             raise ValueError(f"{wrong} bytes differ")
         return 0.0
 
+    form: dict[str, Any] = {"name": f"{plain.name} expanded", "params": plain.params | {"rows": "expanded"}} if expanded else {}
     return replace(
-        plain, op=f"attention.{op}", make=make, run=run, check=check,
+        plain, op=f"attention.{op}", make=make, run=run, check=check, impls=impls, **form,
         bytes=plain.bytes - (1.0 if quantises else 0.0) * tokens * HEADS * DIM + tokens * rope_dim * 4.0,
+    )  # fmt: skip
+
+
+def expand_case(rows: int, row_bytes: int) -> Case:
+    """A layer's window rows, or an owner's rows in pages."""
+    page_rows = 256
+
+    def make(device: torch.device) -> dict[str, Any]:
+        pool = pools(rows, device)["window" if row_bytes == WINDOW_BYTES else "compressed"][:rows]
+        pages = torch.randperm(rows // page_rows, generator=torch.Generator().manual_seed(8)).int().to(device)
+        inputs: dict[str, Any] = {"packed": pool, "out": torch.empty(rows, DIM, dtype=torch.bfloat16, device=device)}
+        return inputs if row_bytes == WINDOW_BYTES else inputs | {"pages": pages, "page_rows": page_rows}
+
+    def run(inputs: dict[str, Any], impl: str) -> torch.Tensor:
+        return attention.expand_rows(**inputs, dim=DIM, impl=impl)
+
+    def check(inputs: dict[str, Any], out: torch.Tensor) -> float:
+        wanted = attention.expand_rows(**{**inputs, "out": torch.empty_like(out)}, dim=DIM, impl="reference")
+        wrong = int((out.view(torch.int16) != wanted.view(torch.int16)).sum())
+        if wrong:
+            raise ValueError(f"{wrong} values differ")
+        return 0.0
+
+    return Case(
+        op="attention.expand_rows", name=f"rows={rows} of {row_bytes} bytes", params={"rows": rows, "row_bytes": row_bytes}, make=make,
+        run=run, check=check, flops=0.0, bytes=float(rows * (row_bytes + 2 * DIM)), impls=IMPLEMENTATIONS["attention.expand_rows"],
     )  # fmt: skip
 
 
@@ -240,6 +274,9 @@ CASES: list[Case] = [
     *(sparse_case(tokens, 0, "model") for tokens in (STEP_TOKENS, 256)),
     *(sparse_case(tokens, 512, "model") for tokens in (8, 1)),
     *(sparse_rope_case(tokens, picks, quantises) for tokens, picks in ROPE_SHAPES for quantises in (False, True)),
+    *(sparse_rope_case(STEP_TOKENS, 512, quantises, kind, expanded=True) for quantises in (False, True) for kind in ("model", "random")),
+    *(expand_case(rows, COMPRESSED_BYTES) for rows in (CONTEXT_TOKENS // 2, CONTEXT_TOKENS)),
+    expand_case(STEP_TOKENS + WINDOW, WINDOW_BYTES),
     write_case("write_window", STEP_TOKENS, WINDOW_BYTES),
     normed_window_case(STEP_TOKENS),
     write_case("write_compressed", STEP_TOKENS, COMPRESSED_BYTES),

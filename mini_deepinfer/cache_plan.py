@@ -11,6 +11,7 @@ import torch
 from .config import EngineConfig, ModelConfig
 from .decode_shapes import lengths_up_to, sizes_up_to, why_not
 from .kv_cache import CacheGeometry, cache_bytes, page_bytes, window_bytes
+from .ops.attention import EXPAND_READS
 from .ops.linear import INVARIANT_ROWS
 from .tensor_table import component_totals
 
@@ -46,14 +47,16 @@ def workspace_bytes(config: ModelConfig, max_num_batched_tokens: int, max_model_
     """Upper estimate of what a step needs beside weights and caches, bf16.
 
     Per token: four copies of the streams, q and attention output twice, the routed rows of `world` ranks spread over as
-    many, and one row of index scores over the longest request with its selection.
+    many, one row of index scores over the longest request with its selection, and the KV rows that attention may read
+    expanded (model/step.py): those of an owner, and two of a layer's window.
     """
     streams = 4 * config.hc_mult * config.hidden_size * 2
     attention = 4 * config.num_attention_heads * config.head_dim * 2
     routed = config.num_experts_per_tok * (6 * config.moe_intermediate_size + 3 * config.hidden_size) * 2
     exchange = world * config.hidden_size * 6
     scores = 2 * max_model_len * 2 if any(config.compress_ratios) else 0
-    per_token = streams + attention + routed + exchange + scores
+    expanded = (config.index_topk // EXPAND_READS + 2) * config.head_dim * 2 if any(config.compress_ratios) else 0
+    per_token = streams + attention + routed + exchange + scores + expanded
     return max_num_batched_tokens * per_token + config.vocab_size * 4 * 64
 
 

@@ -1,7 +1,8 @@
 // Attention over packed KV rows: parameters and launchers. No torch in here.
 //
 // Packed rows (uint8, model spec 4.4): a window row is D E4M3 codes then D/32 E8M0 bytes (528 B at D = 512); a
-// compressed row is D/2 bytes of E2M1 pairs (even element in the low nibble) then D/16 E4M3 bytes (288 B).
+// compressed row is D/2 bytes of E2M1 pairs (even element in the low nibble) then D/16 E4M3 bytes (288 B). An expanded row
+// holds the bf16 values of either over the key factor of row_codec.cuh.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,7 +15,19 @@ namespace mdi::attention {
 constexpr int kHeadDim = 512;  // the only D the sparse kernels take
 constexpr int kWindowRowBytes = kHeadDim + kHeadDim / 32;
 constexpr int kCompressedRowBytes = kHeadDim / 2 + kHeadDim / 16;
+constexpr int kExpandedRowBytes = kHeadDim * 2;
 constexpr int kMaxHeads = 128;
+
+struct ExpandRowsParams {
+    int num_rows;         // rows of `out`
+    int num_packed_rows;  // rows of `packed`; others count as not there
+    bool window;          // FP8 rows, else FP4
+    const uint8_t* packed;
+    const int32_t* pages;  // row i of `out` is row pages[i / page_rows] * page_rows + i % page_rows of `packed`; nullptr: row i
+    int page_rows;
+    uint8_t* out;          // [num_rows, kExpandedRowBytes]
+    cudaStream_t stream;
+};
 
 struct WriteRowsParams {
     int num_rows;             // T or G
@@ -70,6 +83,7 @@ struct SparseParams {
     float softmax_scale;            // multiplies q.k in float32, before the running max
     const __nv_bfloat16* q;         // [T, H, 512]
     int64_t q_stride_token;         // in elements, a multiple of 8
+    bool expanded;                  // both pools hold expanded rows; launch_sparse_sm90 only
     const uint8_t* window;          // [num_window_rows, 528]
     const int32_t* window_idx;      // [T, W], pool row, -1 = none
     const uint8_t* compressed;      // [num_compressed_rows, 288] or nullptr
@@ -87,6 +101,7 @@ void launch_write_window(const WriteRowsParams& params);
 void launch_write_compressed(const WriteRowsParams& params);
 void launch_write_normed_window(const WriteRowsParams& params, const NormRope& norm);  // D <= kMaxNormDim
 void launch_compress(const CompressParams& params);
+void launch_expand_rows(const ExpandRowsParams& params);
 void launch_sparse(const SparseParams& params);
 void launch_sparse_sm90(const SparseParams& params);        // few tokens: the next one, which gives the same bits
 void launch_sparse_split_sm90(const SparseParams& params);

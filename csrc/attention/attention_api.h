@@ -17,6 +17,7 @@ inline void define_attention(Library& m) {
     m.def(
         "attention_compress(Tensor kv, Tensor? score, Tensor? tail_kv, Tensor? tail_score, Tensor group_rows, "
         "Tensor(a!) out) -> ()");
+    m.def("attention_expand_rows(Tensor packed, Tensor? pages, int page_rows, Tensor(a!) out) -> ()");
     m.def(
         "attention_sparse(Tensor q, Tensor window, Tensor window_idx, Tensor? compressed, Tensor? compressed_idx, "
         "Tensor? compressed_len, Tensor sink, float softmax_scale, Tensor(a!) out) -> ()");
@@ -130,6 +131,40 @@ inline void compress(const Tensor& kv, const OptionalTensor& score, const Option
                      data<__nv_bfloat16>(out), scope.stream});
 }
 
+inline void expand_rows(const Tensor& packed, const OptionalTensor& pages, int64_t page_rows, const Tensor& out) {
+    constexpr const char* op = "attention.expand_rows";
+    const DeviceScope scope(packed);
+    MDI_CHECK(op, packed, packed.dim() == 2, "must have two dimensions, got ", list_string(packed.sizes()));
+    MDI_CHECK_DTYPE(op, packed, ScalarType::Byte);
+    const int64_t row_bytes = packed.size(1);
+    MDI_CHECK(op, packed, row_bytes == kWindowRowBytes || row_bytes == kCompressedRowBytes, "must have rows of ", kWindowRowBytes, " or ",
+              kCompressedRowBytes, " bytes, got ", row_bytes);
+    MDI_CHECK_CONTIGUOUS(op, packed);
+    MDI_CHECK_ALIGN(op, packed, 16);
+    MDI_CHECK_INT32(op, packed.size(0));
+    MDI_CHECK_DEVICE(op, out, scope.device);
+    MDI_CHECK_DTYPE(op, out, ScalarType::BFloat16);
+    MDI_CHECK(op, out, out.dim() == 2, "must have two dimensions, got ", list_string(out.sizes()));
+    const int64_t num_rows = out.size(0);
+    MDI_CHECK_SHAPE(op, out, {"rows", num_rows}, {"D", kHeadDim});
+    MDI_CHECK_CONTIGUOUS(op, out);
+    MDI_CHECK_ALIGN(op, out, 16);
+    MDI_CHECK_INT32(op, num_rows);
+    MDI_CHECK_INT32(op, page_rows);
+    if (pages) {
+        if (page_rows < 1) fail(op, "page_rows", "must be at least 1, got ", page_rows);
+        check_cuda_tensor(op, "pages", *pages, scope.device);
+        check_dtype(op, "pages", *pages, {ScalarType::Int});
+        check_shape(op, "pages", *pages, {{"rows / page_rows", (num_rows + page_rows - 1) / page_rows}});
+        check_contiguous(op, "pages", *pages);
+    }
+    launch_expand_rows({static_cast<int>(num_rows), static_cast<int>(packed.size(0)), row_bytes == kWindowRowBytes,
+                             data<const uint8_t>(packed), data<const int32_t>(pages), static_cast<int>(page_rows),
+                             data<uint8_t>(out), scope.stream});
+}
+
+// kTakesExpanded: both pools may hold expanded rows
+template <bool kTakesExpanded>
 inline SparseParams sparse_params(const Tensor& q, const Tensor& window, const Tensor& window_idx,
                                   const OptionalTensor& compressed, const OptionalTensor& compressed_idx,
                                   const OptionalTensor& compressed_len, const Tensor& sink, double softmax_scale,
@@ -147,11 +182,16 @@ inline SparseParams sparse_params(const Tensor& q, const Tensor& window, const T
     const int64_t q_stride = num_tokens > 1 ? q.stride(0) : num_heads * kHeadDim;
     MDI_CHECK(op, q, q_stride % 8 == 0, "must have a token stride that is a multiple of 8, got ", q_stride);
 
+    const bool expanded = kTakesExpanded && window.scalar_type() == ScalarType::BFloat16;
     const auto check_pool = [&](const char* name, const Tensor& pool, int64_t row_bytes) {
         check_cuda_tensor(op, name, pool, scope.device);
-        check_dtype(op, name, pool, {ScalarType::Byte});
+        check_dtype(op, name, pool, {expanded ? ScalarType::BFloat16 : ScalarType::Byte});
         if (pool.dim() != 2) fail(op, name, "must have two dimensions, got ", list_string(pool.sizes()));
-        check_shape(op, name, pool, {{"S", pool.size(0)}, {"row bytes", row_bytes}});
+        if (expanded) {
+            check_shape(op, name, pool, {{"S", pool.size(0)}, {"D", kHeadDim}});
+        } else {
+            check_shape(op, name, pool, {{"S", pool.size(0)}, {"row bytes", row_bytes}});
+        }
         check_contiguous(op, name, pool);
         check_align(op, name, pool, 16);
         check_int32(op, name, pool.size(0));
@@ -194,6 +234,7 @@ inline SparseParams sparse_params(const Tensor& q, const Tensor& window, const T
     params.softmax_scale = static_cast<float>(softmax_scale);
     params.q = data<const __nv_bfloat16>(q);
     params.q_stride_token = q_stride;
+    params.expanded = expanded;
     params.window = data<const uint8_t>(window);
     params.window_idx = data<const int32_t>(window_idx);
     params.compressed = num_picks > 0 ? data<const uint8_t>(compressed) : nullptr;
@@ -214,14 +255,19 @@ inline void set_sparse_output(SparseParams& params, const Tensor& out, const Dev
     params.out = data<__nv_bfloat16>(out);
 }
 
-template <void (*kLaunch)(const SparseParams&)>
+template <bool kHopper>
 inline void sparse(const Tensor& q, const Tensor& window, const Tensor& window_idx, const OptionalTensor& compressed,
                    const OptionalTensor& compressed_idx, const OptionalTensor& compressed_len, const Tensor& sink,
                    double softmax_scale, const Tensor& out) {
     const DeviceScope scope(q);
-    SparseParams params = sparse_params(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, scope);
+    SparseParams params =
+        sparse_params<kHopper>(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, scope);
     set_sparse_output(params, out, scope);
-    kLaunch(params);
+    if constexpr (kHopper) {
+        launch_sparse_sm90(params);
+    } else {
+        launch_sparse(params);
+    }
 }
 
 #ifdef MDI_WITH_SM90
@@ -234,7 +280,7 @@ inline void sparse_rope(const Tensor& q, const Tensor& window, const Tensor& win
                         const OptionalTensor& compressed_idx, const OptionalTensor& compressed_len, const Tensor& sink,
                         double softmax_scale, const Tensor& positions, const Tensor& table, const Tensor& out) {
     const DeviceScope scope(q);
-    SparseParams params = sparse_params(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, scope);
+    SparseParams params = sparse_params<true>(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, scope);
     set_sparse_rotary(params, positions, table, scope);
     set_sparse_output(params, out, scope);
     launch_sparse_sm90(params);
@@ -246,7 +292,7 @@ inline void sparse_rope_quant(const Tensor& q, const Tensor& window, const Tenso
                               const Tensor& row_scale) {
     constexpr const char* op = "attention.sparse_rope_quant";
     const DeviceScope scope(q);
-    SparseParams params = sparse_params(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, scope);
+    SparseParams params = sparse_params<true>(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, scope);
     set_sparse_rotary(params, positions, table, scope);
     MDI_CHECK(op, q, params.num_heads % kCodeHeads == 0, "must have H a multiple of ", kCodeHeads, ", got H=", params.num_heads);
     const int64_t groups = params.num_heads / kCodeHeads;
@@ -270,9 +316,10 @@ inline void implement_attention(Library& m) {
     m.impl("attention_write_normed_window", TORCH_BOX(&write_normed_window));
     m.impl("attention_write_compressed", TORCH_BOX(&write_compressed));
     m.impl("attention_compress", TORCH_BOX(&compress));
-    m.impl("attention_sparse", TORCH_BOX(&sparse<launch_sparse>));
+    m.impl("attention_expand_rows", TORCH_BOX(&expand_rows));
+    m.impl("attention_sparse", TORCH_BOX(&sparse<false>));
 #ifdef MDI_WITH_SM90
-    m.impl("attention_sparse_sm90", TORCH_BOX(&sparse<launch_sparse_sm90>));
+    m.impl("attention_sparse_sm90", TORCH_BOX(&sparse<true>));
     m.impl("attention_sparse_rope_sm90", TORCH_BOX(&sparse_rope));
     m.impl("attention_sparse_rope_quant_sm90", TORCH_BOX(&sparse_rope_quant));
 #endif

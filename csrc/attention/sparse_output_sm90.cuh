@@ -106,13 +106,28 @@ MDI_DEVICE uint4 scaled(const uint4& x, uint32_t pair) {
 // 2^(127 - byte) as a bf16 pair: a quotient by the scale is exact in bf16. Finite maxima give bytes up to 247.
 MDI_DEVICE uint32_t inverse_scale(int byte) { return (byte == 255 ? 0x7fc0u : static_cast<uint32_t>(254 - byte) << 7) * 0x10001u; }
 
-// E4M3 codes, in their natural order, of a chunk in key order
+// The columns of a chunk of a tile are in key order, or as they are (kKeyOrder false).
+template <bool kKeyOrder>
+MDI_DEVICE uint4 to_tile_order(const uint4& v) {
+    return kKeyOrder ? to_key_order(v) : v;
+}
+template <bool kKeyOrder>
+MDI_DEVICE uint4 from_tile_order(const uint4& v) {
+    return kKeyOrder ? from_key_order(v) : v;
+}
+
+// E4M3 codes, in their natural order, of a chunk
+template <bool kKeyOrder>
 MDI_DEVICE uint2 encode_chunk(const uint4& x) {
     using elementwise::even_value;
     using elementwise::odd_value;
     const auto pair = [](float even, float odd) { return static_cast<uint32_t>(e4m3x2_encode(even, odd)); };
-    return make_uint2(pair(even_value(x.x), even_value(x.y)) | pair(even_value(x.z), even_value(x.w)) << 16,
-                      pair(odd_value(x.x), odd_value(x.y)) | pair(odd_value(x.z), odd_value(x.w)) << 16);
+    if constexpr (kKeyOrder) {
+        return make_uint2(pair(even_value(x.x), even_value(x.y)) | pair(even_value(x.z), even_value(x.w)) << 16,
+                          pair(odd_value(x.x), odd_value(x.y)) | pair(odd_value(x.z), odd_value(x.w)) << 16);
+    }
+    return make_uint2(pair(even_value(x.x), odd_value(x.x)) | pair(even_value(x.y), odd_value(x.y)) << 16,
+                      pair(even_value(x.z), odd_value(x.z)) | pair(even_value(x.w), odd_value(x.w)) << 16);
 }
 
 // Codes folded at a row's scale are rounded twice: at the scale of their group of 32 columns, then at the row's. Where one rounding at
@@ -120,17 +135,19 @@ MDI_DEVICE uint2 encode_chunk(const uint4& x) {
 // end there.
 
 // One rounding. Clears `exact` unless all eight codes are normal numbers (or NaN); else fold_chunk must tell.
+template <bool kKeyOrder>
 MDI_DEVICE uint2 encode_at_row(const uint4& x, int row_byte, bool& exact) {
     constexpr uint32_t kTop = 0x80808080u, kSmallest = 0x08080808u;
-    const uint2 codes = encode_chunk(scaled(x, row_byte == 255 ? 0u : inverse_scale(row_byte)));  // finite values of a NaN row: 0
+    const uint2 codes = encode_chunk<kKeyOrder>(scaled(x, row_byte == 255 ? 0u : inverse_scale(row_byte)));  // finite values of a NaN row: 0
     exact = exact && (((codes.x | kTop) - kSmallest) & ((codes.y | kTop) - kSmallest) & kTop) == kTop;
     return codes;
 }
 
 // Two roundings. largest: |x| of the chunk's group of 32 columns, as bf16 bits
+template <bool kKeyOrder>
 MDI_DEVICE uint2 fold_chunk(const uint4& x, uint32_t largest, int row_byte) {
     const int byte = scale_byte(largest);
-    return elementwise::fold_e4m3x8(encode_chunk(scaled(x, inverse_scale(byte))), byte, row_byte);
+    return elementwise::fold_e4m3x8(encode_chunk<kKeyOrder>(scaled(x, inverse_scale(byte))), byte, row_byte);
 }
 
 // Largest |x| of two groups, of which this lane and three neighbours hold a chunk each: that of a's in the lower half. All lanes.
@@ -159,7 +176,7 @@ MDI_DEVICE void store_empty(const SparseParams& params, int token, int first_hea
             const int byte = scale_byte(0);
             const int64_t row = code_row(params, head, token);
             reinterpret_cast<uint2*>(params.codes)[(row * kCodeHeads + head % kCodeHeads) * kChunks + chunk] =
-                encode_chunk(scaled(to_key_order(v), inverse_scale(byte)));
+                encode_chunk<false>(scaled(v, inverse_scale(byte)));
             if (head % kCodeHeads == 0 && chunk == 0) params.row_scale[row] = e8m0_decode(static_cast<uint8_t>(byte));
         }
     }

@@ -52,31 +52,41 @@
 #include "attention/sparse_sm90.cuh"
 #include "common/launch.h"
 
+#include <type_traits>
+
 namespace mdi::attention {
 namespace {
 
 using namespace sm90;
 
 constexpr int kConsumers = 2;
-constexpr int kProducerThreads = kExpanderThreads;
-constexpr int kThreads = kConsumers * kGroupThreads + kProducerThreads;
-constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;
-constexpr int kHalfDims = kHeadDim / kConsumers;      // dims of O a consumer owns
-constexpr int kProducerWarps = kProducerThreads / 32;
+constexpr int kFirstProducer = kConsumers * kGroupThreads;  // thread
+constexpr int kHalfDims = kHeadDim / kConsumers;            // dims of O a consumer owns
+
+// What depends on the form of the rows: packed or expanded (expand_rows.cu)
+template <bool kExpanded>
+struct Sizes {
+    static constexpr int kProducerThreads = kExpanded ? kGroupThreads : kExpanderThreads;
+    static constexpr int kValidArrivals = kExpanded ? kProducerThreads / 32 : 0;  // on the last quarter's barrier, for the valid rows
+    static constexpr int kThreads = kFirstProducer + kProducerThreads;
+    static constexpr int kConsumerRegisters = kExpanded ? 216 : 192;
+    static constexpr int kProducerRegisters = kExpanded ? 72 : 64;
+    static_assert(kFirstProducer * kConsumerRegisters + kProducerThreads * kProducerRegisters <= 65536);
+};
 constexpr uint32_t kConsumerBarrier = 1, kPairBarrier = 2;  // named barriers; kPairBarrier + warp of a consumer
 
 struct SharedStorage {
     uint8_t q[kTileBytes];
     uint8_t k[2][kTileBytes];
     uint8_t p[kConsumers][kAtomBytes];
-    uint8_t packed[kProducerWarps][kPackedWarpBytes];
+    uint8_t packed[kExpanderThreads / 32][kPackedWarpBytes];
     float row_max[kConsumers][kHeads];      // running maximum (in log2) after the consumer's latest step
     union {
         float sink[kHeads];                 // of the only block of heads, in log2; kernels without rotation
         float angles[kMaxRopeDim];          // of an item's token (cosine, sine, ..): the row of the table, chunk by chunk of the last atom
     };
     int position[2];                        // of an item's token, for the consumers; items take turns
-    uint32_t valid[2][2];                   // bit s: slot s of the step may be seen; a byte per producer warp
+    uint32_t valid[2][2];                   // bit s: slot s of the step may be seen; each producer warp writes those of its rows
     uint64_t full[2][kQuarters], empty[2][kConsumers], p_ready[kConsumers], q_full, q_empty;
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
@@ -123,20 +133,12 @@ MDI_DEVICE int load_index(const SparseParams& params, const Cursor& at, int tile
     return slot < at.num_lanes ? (slot < params.num_window ? at.window_lanes : at.pick_lanes)[slot] : -1;
 }
 
-template <bool kRotates>
-struct Producer {
+// What both kinds of producers do for Q
+template <bool kRotates, bool kExpanded>
+struct QueryProducer {
+    static constexpr int kProducerThreads = Sizes<kExpanded>::kProducerThreads;
     const SparseParams& params;
     SharedStorage& shared;
-    int lane, tile_row, part;  // tile_row: of the step's rows, the one this lane serves as `part` of four (Packed)
-    uint32_t valid;            // where the warp's byte of shared.valid[0] lies
-
-    MDI_DEVICE Producer(const SparseParams& p, SharedStorage& s) : params(p), shared(s), lane(threadIdx.x % 32) {
-        const int warp = threadIdx.x / 32 - kConsumers * kGroupThreads / 32;
-        tile_row = warp * kWarpRows + Packed::row_of(lane);
-        part = Packed::part_of(lane);
-        valid = address_of(shared.valid) + warp;
-        Descriptor::opaque(valid);  // or it is computed anew in every step, from a slow special register
-    }
 
     MDI_DEVICE const bf16* query(int item, int& num_heads) const {
         const int first_head = first_head_of(params, item);
@@ -145,13 +147,13 @@ struct Producer {
     }
 
     // Q of an item: copied as it is, while the first K tile is written; then rotated and permuted in place by the thread that
-    // copied it: one chunk of every atom of two heads.
+    // copied it: one chunk of every atom of some heads.
     struct QueryPlace {
-        int first_head, chunk;  // the second head: kExpanderThreads / 8 on; chunk: of eight in an atom
+        int first_head, chunk;  // the next head: kHeadStep on; chunk: of eight in an atom
         uint32_t to;
 
         MDI_DEVICE explicit QueryPlace(const SharedStorage& shared) {
-            const int thread = thread_index() - kConsumers * kGroupThreads;
+            const int thread = thread_index() - kFirstProducer;
             first_head = thread / 8;
             chunk = thread % 8;
             to = address_of(shared.q) + atom_offset(first_head, chunk);
@@ -159,7 +161,8 @@ struct Producer {
         static constexpr int kHeadStep = kProducerThreads / 8;
         MDI_DEVICE uint32_t at(int head, int atom) const { return to + head * kHeadStep * 128 + atom * kAtomBytes; }
     };
-    static_assert(kHeads == 2 * QueryPlace::kHeadStep && QueryPlace::kHeadStep % 8 == 0);
+    static constexpr int kThreadHeads = kHeads / QueryPlace::kHeadStep;
+    static_assert(QueryPlace::kHeadStep % 8 == 0);
     MDI_DEVICE void start_query(int item, int item_count) const {
         int num_heads;
         const bf16* from = query(item, num_heads);
@@ -169,7 +172,7 @@ struct Producer {
         const QueryPlace place(shared);
         from += place.first_head * kHeadDim + place.chunk * 8;
 #pragma unroll
-        for (int head = 0; head < 2; ++head) {
+        for (int head = 0; head < kThreadHeads; ++head) {
             if (place.first_head + head * place.kHeadStep < num_heads) {
 #pragma unroll
                 for (int atom = 0; atom < kAtoms; ++atom) {
@@ -189,15 +192,15 @@ struct Producer {
         ptx::cp_async_16(address_of(shared.angles) + chunk * 32, from);
         ptx::cp_async_16(address_of(shared.angles) + chunk * 32 + 16, from + 4);
     }
-    // The same chunk of two heads, half of the angles at a time: registers
-    MDI_DEVICE void rotate_query(int chunk, uint4 (&v)[2]) const {
+    // The same chunk of the thread's heads, half of the angles at a time: registers
+    MDI_DEVICE void rotate_query(int chunk, uint4 (&v)[kThreadHeads]) const {
         if (first_angle(params.rotary, chunk) < 0) return;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const uint4 angles = load_shared_v4(address_of(shared.angles) + chunk * 32 + half * 16);
             const float angle[4] = {bits_float(angles.x), bits_float(angles.y), bits_float(angles.z), bits_float(angles.w)};
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            for (int i = 0; i < kThreadHeads; ++i) {
                 uint32_t& first = half == 0 ? v[i].x : v[i].z;
                 uint32_t& second = half == 0 ? v[i].y : v[i].w;
                 first = rotate_pair(first, angle[0], angle[1]);
@@ -209,19 +212,20 @@ struct Producer {
         const int num_heads = min_of(kHeads, params.num_heads - first_head_of(params, item));
         const QueryPlace place(shared);
 #pragma unroll
-        for (int head = 0; head < 2; ++head) {
+        for (int head = 0; head < kThreadHeads; ++head) {
             if (place.first_head + head * place.kHeadStep < num_heads) continue;
 #pragma unroll
             for (int atom = 0; atom < kAtoms; ++atom) store_shared_v4(place.at(head, atom), make_uint4(0, 0, 0, 0));
         }
+        constexpr int kFirstChanged = kExpanded ? kAtoms - 1 : 0;  // without key order only the last atom is rotated
 #pragma unroll
-        for (int atom = 0; atom < kAtoms; ++atom) {
-            uint4 v[2];
+        for (int atom = kFirstChanged; atom < kAtoms; ++atom) {
+            uint4 v[kThreadHeads];
 #pragma unroll
-            for (int head = 0; head < 2; ++head) v[head] = load_shared_v4(place.at(head, atom));
+            for (int head = 0; head < kThreadHeads; ++head) v[head] = load_shared_v4(place.at(head, atom));
             if (kRotates && atom == kAtoms - 1) rotate_query(place.chunk, v);
 #pragma unroll
-            for (int head = 0; head < 2; ++head) store_shared_v4(place.at(head, atom), to_key_order(v[head]));
+            for (int head = 0; head < kThreadHeads; ++head) store_shared_v4(place.at(head, atom), to_tile_order<!kExpanded>(v[head]));
         }
         ptx::fence_proxy_async();
         ptx::mbarrier_arrive(address_of(&shared.q_full));
@@ -230,10 +234,25 @@ struct Producer {
             int lines;
             const uint8_t* line = reinterpret_cast<const uint8_t*>(query(next, lines));
             lines *= kHeadDim * 2 / 128;
-            for (int i = thread_index() - kConsumers * kGroupThreads; i < lines; i += kProducerThreads) prefetch_l2(line + i * 128);
+            for (int i = thread_index() - kFirstProducer; i < lines; i += kProducerThreads) prefetch_l2(line + i * 128);
         }
     }
+};
 
+template <bool kRotates>
+struct PackedProducer : QueryProducer<kRotates, false> {
+    using Base = QueryProducer<kRotates, false>;
+    using Base::params, Base::shared;
+    int lane, tile_row, part;  // tile_row: of the step's rows, the one this lane serves as `part` of four (Packed)
+    uint32_t valid;            // where the warp's byte of shared.valid[0] lies
+
+    MDI_DEVICE PackedProducer(const SparseParams& p, SharedStorage& s) : Base{p, s}, lane(threadIdx.x % 32) {
+        const int warp = (threadIdx.x - kFirstProducer) / 32;
+        tile_row = warp * kWarpRows + Packed::row_of(lane);
+        part = Packed::part_of(lane);
+        valid = address_of(shared.valid) + warp;
+        Descriptor::opaque(valid);  // or it is computed anew in every step, from a slow special register
+    }
     // The rows of a warp in one step; rows that are not there count as compressed. The code is compiled for each.
     enum class Rows { kWindow, kCompressed, kMixed };
 
@@ -309,7 +328,7 @@ struct Producer {
         arrive_full(buffer, 1);
         if (kRows != Rows::kCompressed) {
             ptx::cp_async_wait<1>();
-            if (is_first) finish_query(item);
+            if (is_first) this->finish_query(item);
         }
         take<2>(packed, window, row);
         if (kRows == Rows::kCompressed) {
@@ -356,7 +375,7 @@ struct Producer {
 
         int item_count = 0;
         for (int b = 0; item < num_items(params); ++b) {
-            if (is_first) start_query(item, item_count++);
+            if (is_first) this->start_query(item, item_count++);
             at.advance(params);
             const int idx_ahead = load_index(params, at, tile_row);
             if (!is_first && __all_sync(~0u, !row.window)) {
@@ -376,15 +395,110 @@ struct Producer {
     }
 };
 
+// Rows of expand_rows.cu: 16 bytes at a time straight to the K tile, a warp sixteen rows, eight neighbouring lanes the 128 bytes
+// of a row in an atom. Copies arrive on the barriers themselves; nothing is waited for but places and Q.
+template <bool kRotates>
+struct ExpandedProducer : QueryProducer<kRotates, true> {
+    using Base = QueryProducer<kRotates, true>;
+    using Base::params, Base::shared;
+    static constexpr int kWarpRows = kSlots / (Sizes<true>::kProducerThreads / 32), kLaneRows = kWarpRows / 4;
+    int lane, warp;
+
+    MDI_DEVICE ExpandedProducer(const SparseParams& p, SharedStorage& s) : Base{p, s}, lane(threadIdx.x % 32) {
+        warp = (threadIdx.x - kFirstProducer) / 32;
+    }
+
+    struct Step {
+        int item, first_slot;
+        int idx;  // pool row of slot warp * kWarpRows + lane % kWarpRows of the step, negative: none
+    };
+    MDI_DEVICE int lane_slot() const { return warp * kWarpRows + lane % kWarpRows; }
+    MDI_DEVICE Step step_at(const Cursor& at, int loaded) const {
+        const int limit = at.first_slot + lane_slot() < params.num_window ? params.num_window_rows : params.num_compressed_rows;
+        return {at.item, at.first_slot, static_cast<uint32_t>(loaded) < static_cast<uint32_t>(limit) ? loaded : -1};
+    }
+    MDI_DEVICE const uint8_t* pool_row(int idx, int slot) const {
+        return (slot < params.num_window ? params.window : params.compressed) + static_cast<int64_t>(idx) * kExpandedRowBytes;
+    }
+
+    // What a lane copies in a step: 16 bytes of every 128 of four rows, four rows apart. A row that is not there is zero.
+    struct LaneRows {
+        const uint8_t* from[kLaneRows];
+        uint32_t bytes[kLaneRows];  // 16 or 0
+    };
+    MDI_DEVICE LaneRows lane_rows(const Step& step) const {
+        LaneRows rows;
+#pragma unroll
+        for (int j = 0; j < kLaneRows; ++j) {
+            const int row = lane / 8 + 4 * j, idx = __shfl_sync(~0u, step.idx, row);
+            rows.bytes[j] = idx >= 0 ? 16 : 0;
+            rows.from[j] = params.window;  // nothing is read
+            if (idx >= 0) rows.from[j] = pool_row(idx, step.first_slot + warp * kWarpRows + row) + lane % 8 * 16;
+        }
+        return rows;
+    }
+    template <int kQuarter>
+    MDI_DEVICE void copy_quarter(const LaneRows& rows, uint32_t to, int buffer) const {
+#pragma unroll
+        for (int j = 0; j < kLaneRows; ++j) {
+#pragma unroll
+            for (int atom = 2 * kQuarter; atom < 2 * kQuarter + 2; ++atom) {  // four rows on, bit 2 of the swizzle changes
+                ptx::cp_async_16_zfill((j % 2 == 0 ? to : to ^ 64) + j * 4 * 128 + atom * kAtomBytes, rows.from[j] + atom * 128, rows.bytes[j]);
+            }
+        }
+        ptx::cp_async_mbarrier_arrive(address_of(&shared.full[buffer][kQuarter]));
+    }
+
+    MDI_DEVICE void run() {
+        Cursor at(params, blockIdx.x);
+        const uint32_t tile = address_of(shared.k[0]) + atom_offset(warp * kWarpRows + lane / 8, lane % 8);
+        Step step = step_at(at, load_index(params, at, lane_slot()));
+        at.advance(params);
+        Step next = step_at(at, load_index(params, at, lane_slot()));
+        int item_count = 0;
+        for (int b = 0; step.item < num_items(params); ++b) {
+            const int buffer = b & 1;
+            const uint32_t parity = (b >> 1 & 1) ^ 1, to = tile + buffer * kTileBytes;
+            const bool is_first = step.first_slot == 0;
+            if (is_first) this->start_query(step.item, item_count++);
+            at.advance(params);
+            const int loaded = load_index(params, at, lane_slot());
+            const LaneRows rows = lane_rows(step);
+            const uint32_t valid = __ballot_sync(~0u, step.idx >= 0);
+            ptx::mbarrier_wait(address_of(&shared.empty[buffer][0]), parity);
+            copy_quarter<0>(rows, to, buffer);
+            copy_quarter<1>(rows, to, buffer);
+            ptx::mbarrier_wait(address_of(&shared.empty[buffer][1]), parity);
+            copy_quarter<2>(rows, to, buffer);
+            copy_quarter<3>(rows, to, buffer);
+            if (lane < kWarpRows && next.idx >= 0) ptx::bulk_prefetch_l2(pool_row(next.idx, next.first_slot + lane_slot()), kExpandedRowBytes);
+            if (lane == 0) {
+                static_assert(kWarpRows == 16);
+                store_shared_u16(address_of(shared.valid[buffer]) + warp * 2, valid);
+                ptx::mbarrier_arrive(address_of(&shared.full[buffer][kQuarters - 1]));
+            }
+            if (is_first) {
+                ptx::cp_async_commit();
+                ptx::cp_async_wait<1>();  // Q is there, the rows may be on their way
+                this->finish_query(step.item);
+            }
+            step = next;
+            next = step_at(at, loaded);
+        }
+    }
+};
+
 // ---- consumers -----------------------------------------------------------------------------------------------------
 
-template <Output kOutput>
+template <Output kOutput, bool kExpanded>
 struct Consumer {
     const SparseParams& params;
     SharedStorage& shared;
     const int group, other;          // this consumer, 0 or 1, and the other one
     int lane, row;                   // row: the thread's first head in the tile, the second is row + 8
-    float o[2][kHalfDims / 4];       // 64 heads x two times 128 dims over the warpgroup
+    // O += P V is one product of 256 dims, or two of 128: ptxas takes no wider one at 512 threads.
+    static constexpr int kParts = kExpanded ? 1 : 2, kPartDims = kHalfDims / kParts, kPartValues = kPartDims / 2;
+    float o[kParts][kPartValues];    // 64 heads x 256 dims over the warpgroup
     float m[2], sum[2];              // running maximum, and the sum over this consumer's own steps
 
     MDI_DEVICE Consumer(const SparseParams& p, SharedStorage& s, int consumer) : params(p), shared(s), group(consumer), other(consumer ^ 1) {
@@ -393,6 +507,11 @@ struct Consumer {
     }
 
     MDI_DEVICE static void arrive(const uint64_t& barrier) { ptx::mbarrier_arrive(address_of(&barrier)); }
+
+    MDI_DEVICE void fence_output() {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) fence_registers(o[part]);
+    }
 
     // Takes over a new running maximum: rescales what was summed under the old one. O holds nothing before an item's first
     // product (`started`), which overwrites it.
@@ -404,7 +523,7 @@ struct Consumer {
         sum[1] = __fmul_rn(sum[1], alpha[1]);
         if (started && __any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f)) {
 #pragma unroll
-            for (int i = 0; i < kHalfDims / 2; ++i) o[i / 64][i % 64] *= alpha[i / 2 % 2];
+            for (int i = 0; i < kHalfDims / 2; ++i) o[i / kPartValues][i % kPartValues] *= alpha[i / 2 % 2];
         }
     }
 
@@ -417,13 +536,14 @@ struct Consumer {
         const float new_max[2] = {shared.row_max[other][row], shared.row_max[other][row + 8]};
         rescale(new_max, started);
         const Descriptor p(shared.p[other], 16), v = values(other);
-        fence_registers(o[0]);
-        fence_registers(o[1]);
+        fence_output();
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kSlots / 16; ++k) {
-            wgmma_bf16_ss<kHalfDims / 2, 0, 1>(o[0], p.at(k * 32), v.at(k * 2048), started || k > 0);
-            wgmma_bf16_ss<kHalfDims / 2, 0, 1>(o[1], p.at(k * 32), v.at(k * 2048 + 2 * kAtomBytes), started || k > 0);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                wgmma_bf16_ss<kPartDims, 0, 1>(o[part], p.at(k * 32), v.at(k * 2048 + 2 * part * kAtomBytes), started || k > 0);
+            }
         }
         wgmma_commit();
     }
@@ -461,26 +581,25 @@ struct Consumer {
     // O += P V of the own step, P from registers
     MDI_DEVICE void own_values(uint32_t (&p)[kSlots / 4], bool started) {
         const Descriptor v = values(group);
-        fence_registers(o[0]);
-        fence_registers(o[1]);
+        fence_output();
         fence_registers(p);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kSlots / 16; ++k) {
             const uint32_t a[4] = {p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]};
-            wgmma_bf16_rs<kHalfDims / 2, 1>(o[0], a, v.at(k * 2048), started || k > 0);
-            wgmma_bf16_rs<kHalfDims / 2, 1>(o[1], a, v.at(k * 2048 + 2 * kAtomBytes), started || k > 0);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                wgmma_bf16_rs<kPartDims, 1>(o[part], a, v.at(k * 2048 + 2 * part * kAtomBytes), started || k > 0);
+            }
         }
         wgmma_commit();
         wgmma_wait<0>();
-        fence_registers(o[0]);
-        fence_registers(o[1]);
+        fence_output();
     }
 
     MDI_DEVICE void finish_other() {
         wgmma_wait<0>();
-        fence_registers(o[0]);
-        fence_registers(o[1]);
+        fence_output();
     }
 
     // The consumer's own step b. kAlone: the item's first, without one of the other before it. started: O holds something when the
@@ -506,8 +625,7 @@ struct Consumer {
         new_max[1] = next_max(m[1], new_max[1]);
         exponentiate(s, scale, new_max, part, p);
         publish(p, new_max);
-        fence_registers(o[0]);
-        fence_registers(o[1]);
+        fence_output();
         rescale(new_max, !kAlone);
         sum[0] += part[0];
         sum[1] += part[1];
@@ -582,7 +700,8 @@ struct Consumer {
             uint32_t pairs[16];
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
-                const float* value = o[part / 2] + part % 2 * 32 + 2 * i;
+                const int first = part * 32 + 2 * i;
+                const float* value = o[first / kPartValues] + first % kPartValues;
                 pairs[i] = ptx::pack_bf16x2(value[0] * factor[i % 2], value[1] * factor[i % 2]);
             }
             AtomWriter(tile + part * kAtomBytes).store(pairs);
@@ -595,7 +714,7 @@ struct Consumer {
                 const bool rotates = kOutput == Output::kRotated && part == kHalfDims / 64 - 1 && rotation.any;
 #pragma unroll
                 for (int i = 0; i < OutputPlace::kRows; ++i) {
-                    uint4 v = from_key_order(load_shared_v4(place.staged(tile, part, i)));
+                    uint4 v = from_tile_order<!kExpanded>(load_shared_v4(place.staged(tile, part, i)));
                     if (rotates) v = rotation.inverse(v);
                     if (place.row(i) < num_heads) *reinterpret_cast<uint4*>(out + i * OutputPlace::kRowStep * kHeadDim + part * 64) = v;
                 }
@@ -618,7 +737,7 @@ struct Consumer {
             for (int i = 0; i < kRows; ++i) {
                 uint4 v = load_shared_v4(place.staged(tile, part, i));
                 if (part == kParts - 1 && rotation.any) {
-                    v = to_key_order(rotation.inverse(from_key_order(v)));
+                    v = to_tile_order<!kExpanded>(rotation.inverse(from_tile_order<!kExpanded>(v)));
                     store_shared_v4(place.staged(tile, part, i), v);
                 }
                 largest[2 * i / kRows] = elementwise::max_halves(largest[2 * i / kRows], largest_halves(v));
@@ -645,7 +764,7 @@ struct Consumer {
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
                 const uint4 v = load_shared_v4(place.staged(tile, part, i));
-                const uint2 codes = encode_at_row(v, row_byte[2 * i / kRows], exact);
+                const uint2 codes = encode_at_row<!kExpanded>(v, row_byte[2 * i / kRows], exact);
                 *reinterpret_cast<uint2*>(to + i / 2 * next_row + i % 2 * OutputPlace::kRowStep * kHeadDim + part * 64) = codes;
             }
             if (!__all_sync(~0u, exact)) inexact |= 1u << i;
@@ -661,7 +780,7 @@ struct Consumer {
                 const uint32_t group_max = largest_of_groups(v[part], v[part + 1]);
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    const uint2 codes = fold_chunk(v[part + j], group_max >> (j * 16) & 0xffffu, byte);
+                    const uint2 codes = fold_chunk<!kExpanded>(v[part + j], group_max >> (j * 16) & 0xffffu, byte);
                     *reinterpret_cast<uint2*>(to + i / 2 * next_row + i % 2 * OutputPlace::kRowStep * kHeadDim + (part + j) * 64) = codes;
                 }
             }
@@ -704,17 +823,20 @@ struct Consumer {
     }
 };
 
-template <Output kOutput>
-__global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_constant__ SparseParams params) {
+template <Output kOutput, bool kExpanded>
+__global__ void __launch_bounds__(Sizes<kExpanded>::kThreads, 1) sparse_sm90_kernel(const __grid_constant__ SparseParams params) {
+    constexpr bool kRotates = kOutput != Output::kPlain;
+    using Size = Sizes<kExpanded>;
+    using Producer = std::conditional_t<kExpanded, ExpandedProducer<kRotates>, PackedProducer<kRotates>>;
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) {
-            for (uint64_t& full : shared.full[i]) ptx::mbarrier_init(address_of(&full), kProducerThreads);
+            for (int j = 0; j < kQuarters; ++j) ptx::mbarrier_init(address_of(&shared.full[i][j]), Size::kProducerThreads + (j == kQuarters - 1 ? Size::kValidArrivals : 0));
             for (uint64_t& empty : shared.empty[i]) ptx::mbarrier_init(address_of(&empty), kGroupThreads);
             ptx::mbarrier_init(address_of(&shared.p_ready[i]), kGroupThreads);
         }
-        ptx::mbarrier_init(address_of(&shared.q_full), kProducerThreads);
+        ptx::mbarrier_init(address_of(&shared.q_full), Size::kProducerThreads);
         ptx::mbarrier_init(address_of(&shared.q_empty), kConsumers * kGroupThreads);
         ptx::fence_mbarrier_init();
     }
@@ -724,17 +846,24 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_sm90_kernel(const __grid_c
     __syncthreads();
     const int role = __shfl_sync(~0u, threadIdx.x / kGroupThreads, 0);  // in a uniform register, and so all descriptors
     if (role >= kConsumers) {
-        ptx::setmaxnreg_dec<kProducerRegisters>();
-        Producer<kOutput != Output::kPlain>(params, shared).run();
+        ptx::setmaxnreg_dec<Size::kProducerRegisters>();
+        Producer(params, shared).run();
     } else {
-        ptx::setmaxnreg_inc<kConsumerRegisters>();
-        Consumer<kOutput>(params, shared, role).run();
+        ptx::setmaxnreg_inc<Size::kConsumerRegisters>();
+        Consumer<kOutput, kExpanded>(params, shared, role).run();
     }
 }
 
 template <Output kOutput>
 void launch_output(const SparseParams& params, int blocks) {
-    launch("attention.sparse", sparse_sm90_kernel<kOutput>, {dim3(blocks), dim3(kThreads), sizeof(SharedStorage), params.stream}, params);
+    const auto launch_kernel = [&](auto* kernel, int threads) {
+        launch("attention.sparse", kernel, {dim3(blocks), dim3(threads), sizeof(SharedStorage), params.stream}, params);
+    };
+    if (params.expanded) {
+        launch_kernel(sparse_sm90_kernel<kOutput, true>, Sizes<true>::kThreads);
+    } else {
+        launch_kernel(sparse_sm90_kernel<kOutput, false>, Sizes<false>::kThreads);
+    }
 }
 
 }  // namespace
@@ -744,7 +873,7 @@ void launch_sparse_sm90(const SparseParams& params) {
     check_cuda("attention.sparse", cudaGetDevice(&device));
     check_cuda("attention.sparse", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     const int items = params.num_tokens * ((params.num_heads + kHeads - 1) / kHeads);
-    if (int64_t{4} * kSplitBlocks * items <= 3 * num_sms) return launch_sparse_split_sm90(params);  // clusters of eight do not fill every GPC
+    if (!params.expanded && int64_t{4} * kSplitBlocks * items <= 3 * num_sms) return launch_sparse_split_sm90(params);  // clusters of eight do not fill every GPC
     const int blocks = min_of(items, num_sms);
     switch (output_of(params)) {
         case Output::kPlain: return launch_output<Output::kPlain>(params, blocks);

@@ -109,6 +109,10 @@ MDI_DEVICE void store_shared_u8(uint32_t address, uint32_t v) {
     asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
+MDI_DEVICE void store_shared_u16(uint32_t address, uint32_t v) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(v)) : "memory");
+}
+
 MDI_DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 // ---- items ---------------------------------------------------------------------------------------------------------

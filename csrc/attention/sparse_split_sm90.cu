@@ -207,6 +207,7 @@ struct Block {
         LaneRow next_row;
         if (rank >= num_steps) {
             load_rotation();
+            __syncwarp();  // here and below: barriers of the cluster want whole warps
             ptx::cluster_wait();
         }
         for (int first = 0; first < num_steps; first += kRanks) {
@@ -224,6 +225,7 @@ struct Block {
                     for (int to_rank = 0; to_rank < kRanks; ++to_rank) store_remote(to, to_rank, lane % 4 == 0 ? top[0] : top[1]);
                 }
             }
+            __syncwarp();
             ptx::cluster_arrive();
             ptx::cluster_wait();  // all values and largest scores are there, all K tiles are free
 
@@ -341,6 +343,7 @@ struct Block {
             const uint32_t largest = __reduce_max_sync(~0u, group_max >> (i * 16) & 0xffffu);
             if (lane < kRanks) store_remote(address_of(&shared.largest[i * kWarps + warp][rank]), lane, bits_float(largest));
         }
+        __syncwarp();
         ptx::cluster_arrive();
         ptx::cluster_wait();
 #pragma unroll
@@ -355,7 +358,7 @@ struct Block {
             if (head >= num_heads) continue;
             const int64_t row = code_row(params, first_head + head, token);
             *reinterpret_cast<uint2*>(params.codes + (row * kCodeHeads + head % kCodeHeads) * kHeadDim + dim) =
-                fold_chunk(to_key_order(v[i]), group_max >> (i * 16) & 0xffffu, row_byte);
+                fold_chunk<false>(v[i], group_max >> (i * 16) & 0xffffu, row_byte);
             if (dim == 0 && head % kCodeHeads == 0) params.row_scale[row] = e8m0_decode(static_cast<uint8_t>(row_byte));
         }
     }

@@ -30,6 +30,12 @@ MDI_DEVICE void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// cp.async.mbarrier.arrive.noinc.shared::cta.b64: an arrival once all earlier cp.async of this thread are there. It is one of those
+// that the barrier was initialised for.
+MDI_DEVICE void cp_async_mbarrier_arrive(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // mbarrier.arrive.release.cluster.shared::cluster.b64: `barrier` comes from map_to_rank
 MDI_DEVICE void mbarrier_arrive_remote(uint32_t barrier) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -120,6 +126,11 @@ MDI_DEVICE void bulk_load(uint32_t smem, const void* global, uint32_t bytes, uin
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
         "l"(reinterpret_cast<uint64_t>(global)), "r"(bytes), "r"(barrier)
         : "memory");
+}
+
+// cp.async.bulk.prefetch.L2.global: address and bytes are multiples of 16
+MDI_DEVICE void bulk_prefetch_l2(const void* global, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 
 // fence.proxy.async.shared::cta: ordinary shared-memory writes before it are seen by wgmma and TMA stores after it

@@ -89,12 +89,19 @@ class Attention:
             with stage("attention.compress"):
                 latent = self.compressor(act.x, step)
                 self.indexer.write_keys(latent, step)
+            with stage("attention.sparse"):
+                step.expand(plan, config, q)
         if plan.owns_selection and self.indexer is not None:
             step.selections[plan.index] = self.indexer.select(act.x, query, step)
         compressed = rows = count = None
         if plan.kv_owner is not None and plan.index_source is not None:
             compressed, selection = step.caches.compressed[plan.kv_owner], step.selections[plan.index_source]
             rows, count = selection.rows, selection.count
+            if step.expanded is not None:
+                compressed = step.expanded
+        if (compressed is None or compressed is step.expanded) and step.expands_windows(q):  # one call's rows are all of one form
+            with stage("attention.sparse"):
+                window = attention.expand_rows(window, config.head_dim)
         scale = config.head_dim**-0.5
         z = self._grouped_output(q, window, batch.window_idx, compressed, rows, count, self.sink, scale, batch.positions, self.table)
         with stage("attention.output"):

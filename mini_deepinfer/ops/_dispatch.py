@@ -56,6 +56,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "attention.write_normed_window": ("portable",),
     "attention.compress": ("portable",),
     "attention.write_compressed": ("portable",),
+    "attention.expand_rows": ("portable",),
     "attention.sparse": ("sm90", "portable"),
     #
     # -- indexer

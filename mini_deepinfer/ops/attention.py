@@ -15,6 +15,7 @@ from mini_deepinfer.ops.reference import attention as reference
 KERNEL_HEAD_DIM = 512  # the only D the compiled sparse attention takes
 MAX_HEADS = 128
 MAX_ROPE_DIM = 64  # of the Hopper kernels that rotate
+EXPAND_READS = 8  # lanes that read a row, on average, from which on the model expands the rows first; it bounds their memory
 CODE_HEADS = 8  # heads of a row that the Hopper kernels quantise
 
 
@@ -100,6 +101,58 @@ def write_compressed(latent: Tensor, rows: Tensor, slots: Tensor, *, impl: str |
         call(op, chosen, latent, rows, slots)
 
 
+def expand_rows(
+    packed: Tensor, dim: int, pages: Tensor | None = None, page_rows: int = 1, *, out: Tensor | None = None, impl: str | None = None
+) -> Tensor:
+    """The values of packed rows as `sparse` can read them without decoding: for rows that many queries read.
+
+    Shapes: S pool rows, D head dim, M pages.
+        packed     [S, D + D/32] or [S, D/2 + D/16]  uint8, contiguous: window or compressed rows (model spec 4.4)
+        dim        D
+        pages      [M]           int32 or None: page i of the result is page pages[i] of `packed`
+        page_rows  rows of a page; without pages it has no meaning
+        out        [R, D]        bfloat16, contiguous, optional
+    Returns:
+        [R, D] bfloat16, R = M * page_rows, or S without pages: the values divided by 512, as the kernels' tiles have them. Exact
+        above 2^-117. Rows outside `packed` are left as they are in out.
+    Raises:
+        TypeError, ValueError  wrong dtype; wrong shape or device
+        RuntimeError           strides or alignment on CUDA; GPU or build cannot run it
+    Deterministic. Synchronises: no. NaN codes or scales give NaN in their group of columns, or in eight of them.
+    Kernel (D = 512): csrc/attention/expand_rows.cu. Reference: ops.reference.attention.expand_rows.
+    """
+    op = "attention.expand_rows"
+    check_groups(op, "packed", dim)
+    check_operand(op, "packed", packed, (torch.uint8,), {"S": None, "row bytes": None}, packed)
+    window_bytes, compressed_bytes = reference.window_bytes(dim), reference.compressed_bytes(dim)
+    if packed.shape[1] not in (window_bytes, compressed_bytes):
+        raise ValueError(
+            f"{op}: packed must have rows of {window_bytes} bytes (window) or {compressed_bytes} (compressed) for D={dim}, "
+            f"got {list(packed.shape)}"
+        )
+    num_rows = packed.shape[0]
+    if pages is not None:
+        check_operand(op, "pages", pages, (torch.int32,), {"M": None}, packed)
+        if page_rows < 1:
+            raise ValueError(f"{op}: page_rows must be at least 1, got {page_rows}")
+        num_rows = pages.shape[0] * page_rows
+    if out is None:
+        out = torch.empty(num_rows, dim, dtype=torch.bfloat16, device=packed.device)
+    check_operand(op, "out", out, (torch.bfloat16,), {"R": num_rows, "D": dim}, packed)
+    chosen = select(op, packed, impl=impl) if num_rows else None
+    if chosen == "reference":
+        reference.expand_rows(packed, pages, page_rows, out)
+    elif chosen is not None:
+        _check_head_dim(op, dim)
+        call(op, chosen, packed, pages, page_rows, out)
+    return out
+
+
+def takes_expanded(q: Tensor) -> bool:
+    """Whether the kernels chosen for q read expanded rows, and can make them. MDI_OPS=attention.expand_rows=reference: no."""
+    return select("attention.sparse", q) == "sm90" and select("attention.expand_rows", q) != "reference"
+
+
 def compress(
     kv: Tensor,
     score: Tensor | None,
@@ -170,9 +223,9 @@ def sparse(
 
     Shapes: T tokens, H heads, D head dim, W window lanes, K picks, Sw and Sc pool rows.
         q               [T, H, D]            bfloat16 or float32; heads and dims contiguous, any token stride % 8 == 0
-        window          [Sw, D + D/32]       uint8, packed FP8 rows
+        window          [Sw, D + D/32]       uint8, packed FP8 rows; or [Sw, D] bfloat16, those of `expand_rows`
         window_idx      [T, W]               int32, row of `window`; negative = skip, anywhere
-        compressed      [Sc, D/2 + D/16]     uint8, packed FP4 rows, or None
+        compressed      [Sc, D/2 + D/16]     uint8, packed FP4 rows, or None; or [Sc, D] bfloat16 with such a window
         compressed_idx  [T, K]               int32, row of `compressed`; negative = skip, anywhere; None with compressed
         compressed_len  [T]                  int32 or None (= K): lanes at or past it are ignored whatever they hold
         sink            [H]                  float32, a scaled logit; only in the softmax denominator
@@ -186,7 +239,7 @@ def sparse(
     The slots are the window lanes, then the compressed lanes, in blocks of 64; a row may be listed more than once.
     Skipped lanes are never read through; the kernels also skip rows outside the pool. Probabilities are rounded to q's
     dtype for the product with the values, not for their sum. Deterministic, and independent of the other tokens.
-    Synchronises: no. Workspace: none. NaN in a valid lane makes its heads NaN.
+    Synchronises: no. Workspace: none. NaN in a valid lane makes its heads NaN. Expanded rows give the bits of the packed ones.
     Kernels (D = 512, H a multiple of 4 up to 128): csrc/attention/sparse_sm90.cu, csrc/attention/sparse_split_sm90.cu (few
     tokens; the same bits), csrc/attention/sparse.cu. The model calls `sparse_rope` or `sparse_rope_quant`.
     Reference: ops.reference.attention.sparse.
@@ -196,7 +249,7 @@ def sparse(
     out = check_out(op, out, q, "T", "H", "D")
     if q.shape[0] == 0:
         return out
-    chosen = select(op, q, impl=impl)
+    chosen = _select_sparse(op, q, window, impl)
     if chosen == "reference":
         return reference.sparse(q, window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale, out)
     _check_kernel_sizes(op, q)
@@ -219,18 +272,36 @@ def _check_sparse(
     tokens, heads, dim = q.shape
     if dim == 0 or dim % 32:
         raise ValueError(f"{op}: q must have D a positive multiple of 32, got D={dim}")
-    check_operand(op, "window", window, (torch.uint8,), {"Sw": None, "row bytes": dim + dim // 32}, q)
+    expanded = window.dtype == torch.bfloat16
+    dtype = window.dtype if expanded else torch.uint8
+
+    def row(packed_bytes: int) -> dict[str, int]:
+        return {"D": dim} if expanded else {"row bytes": packed_bytes}
+
+    check_operand(op, "window", window, (dtype,), {"Sw": None, **row(reference.window_bytes(dim))}, q)
     check_operand(op, "window_idx", window_idx, (torch.int32,), {"T": tokens, "W": None}, q)
     if (compressed is None) != (compressed_idx is None):
         raise ValueError(f"{op}: compressed and compressed_idx must be given together, got only one of them")
     if compressed is not None and compressed_idx is not None:
-        check_operand(op, "compressed", compressed, (torch.uint8,), {"Sc": None, "row bytes": dim // 2 + dim // 16}, q)
+        check_operand(op, "compressed", compressed, (dtype,), {"Sc": None, **row(reference.compressed_bytes(dim))}, q)
         check_operand(op, "compressed_idx", compressed_idx, (torch.int32,), {"T": tokens, "K": None}, q)
     if compressed_len is not None:
         if compressed is None:
             raise ValueError(f"{op}: compressed_len needs compressed and compressed_idx, got neither")
         check_operand(op, "compressed_len", compressed_len, (torch.int32,), {"T": tokens}, q)
     check_operand(op, "sink", sink, (torch.float32,), {"H": heads}, q)
+
+
+def _select_sparse(op: str, q: Tensor, window: Tensor, impl: str | None) -> str:
+    chosen = select("attention.sparse", q, impl=impl)
+    if chosen == "portable" and window.dtype != torch.uint8:
+        raise ValueError(f"{op}: the portable kernel reads packed rows (uint8), got expanded ones ({dtype_name(window.dtype)})")
+    return chosen
+
+
+def _check_head_dim(op: str, dim: int) -> None:
+    if dim != KERNEL_HEAD_DIM:
+        raise ValueError(f"{op}: the CUDA kernel takes D={KERNEL_HEAD_DIM}, got D={dim}. MDI_OPS={op}=reference runs any size (slow).")
 
 
 def _check_kernel_sizes(op: str, q: Tensor) -> None:
@@ -283,7 +354,7 @@ def sparse_rope(
     if q.shape[0] == 0:
         return out
     operands = (window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale)
-    chosen = select("attention.sparse", q, impl=impl)
+    chosen = _select_sparse(op, q, window, impl)
     if chosen == "reference":
         return reference.sparse_rope(q, *operands, positions, table, out)
     _check_kernel_sizes(op, q)
@@ -332,7 +403,7 @@ def sparse_rope_quant(
     if groups < 1 or heads % groups or heads // groups * dim % 32:
         raise ValueError(f"{op}: groups must divide the H={heads} heads of q, got {groups}")
     operands = (window, window_idx, compressed, compressed_idx, compressed_len, sink, softmax_scale)
-    chosen = select("attention.sparse", q, impl=impl)
+    chosen = _select_sparse(op, q, window, impl)
     if chosen == "reference":
         return reference.sparse_rope_quant(q, *operands, positions, table, groups=groups, folded=folded)
     _check_kernel_sizes(op, q)
@@ -413,6 +484,16 @@ def _run_compress(i: dict[str, Tensor], impl: str) -> Tensor:
     return compress(i["kv"], i["score"], i["tail_kv"], i["tail_score"], i["groups"], torch.bfloat16, impl=impl)
 
 
+def _run_expand(i: dict[str, Tensor], impl: str) -> tuple[Tensor, Tensor]:
+    """Two pages of window rows in the other order, and compressed rows."""
+    write_window(i["x"], i["rows"], i["slots"], impl="reference")
+    compressed = i["rows"][:, :288].contiguous()
+    write_compressed(i["x"], compressed, i["slots"], impl="reference")
+    pages = torch.tensor([1, 0], dtype=torch.int32, device=i["x"].device)
+    return expand_rows(i["rows"], KERNEL_HEAD_DIM, pages, 6, impl=impl), expand_rows(compressed, KERNEL_HEAD_DIM, impl=impl)
+
+
+register_self_test("attention.expand_rows", _writer_inputs, _run_expand, bound=0.0)
 register_self_test("attention.write_window", _writer_inputs, _run_window, bound=0.0)
 register_self_test("attention.write_normed_window", _writer_inputs, _run_normed_window, bound=2.0**-4)
 register_self_test("attention.write_compressed", _writer_inputs, _run_compressed, bound=0.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from mini_deepinfer.ops.reference import attention as reference
 from mini_deepinfer.ops.reference.elementwise import rope
 from tests.cpu.test_elementwise_on_cpu import SOURCES as ELEMENTWISE_SOURCES
-from tests.gpu.test_attention import DIM, GARBAGE, SCALE, assert_close, awkward_values, normed_inputs
+from tests.gpu.test_attention import DIM, GARBAGE, SCALE, all_codes, assert_close, awkward_values, normed_inputs
 from tests.host.build import library, pointer
 from tests.inputs import far_apart, untouched
 
@@ -56,6 +56,19 @@ def test_write_rows(kind: str, dim: int) -> None:
     write = library("attention_write_rows", ["csrc/attention/write_rows.cu"]).write_rows
     write(int(kind == "window"), 50, dim, pointer(x), pointer(rows), pointer(slots))
     assert torch.equal(rows, wanted)
+
+
+@pytest.mark.parametrize("kind", ["window", "compressed"])
+def test_expand_rows(kind: str) -> None:
+    packed = all_codes(kind)
+    expand = library("attention_expand_rows", ["csrc/attention/expand_rows.cu"]).expand_rows
+    for pages, page_rows in ((None, 1), (torch.tensor([3, 0, 29, 3, -1, 30, 500], dtype=torch.int32), 10)):
+        got, wanted = (torch.full((300 if pages is None else 70, 512), 7.0, dtype=torch.bfloat16) for _ in range(2))
+        page_table = ctypes.c_void_p(0) if pages is None else pointer(pages)
+        expand(got.shape[0], 300, int(kind == "window"), pointer(packed), page_table, page_rows, pointer(got))
+        reference.expand_rows(packed, pages, page_rows, wanted)
+        assert torch.equal(got.isnan(), wanted.isnan())
+        assert torch.equal(got.nan_to_num(nan=0.0).view(torch.int16), wanted.nan_to_num(nan=0.0).view(torch.int16))
 
 
 @pytest.mark.parametrize(("dim", "rope_dim"), [(512, 64), (288, 32), (32, 8)])

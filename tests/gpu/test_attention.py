@@ -480,6 +480,132 @@ def test_sparse_rope_is_alone(impl: str, window: int) -> None:
         assert torch.equal(bits(got[0]), bits(whole[0][part])) and torch.equal(got[1], whole[1][part])
 
 
+# -- expand_rows, and sparse over expanded rows ------------------------------------------------------------------------
+
+
+needs_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="only the Hopper kernels read expanded rows"
+)
+
+
+def all_codes(kind: str) -> torch.Tensor:
+    """300 packed rows, of which 256 have a byte of codes each, with any scale whose values are floats and exact in an expanded row."""
+    packed = torch.randint(256, (300, 528 if kind == "window" else 288), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    codes = packed[:, : DIM if kind == "window" else DIM // 2]
+    codes[:256] = torch.arange(256, dtype=torch.uint8)[:, None]
+    if kind == "window":
+        codes[(codes & 0x7F) == 0x7F] = 1  # NaN: of eight columns here, of one in the reference
+        scales = packed[:, DIM:]
+        packed[:, DIM:] = torch.where(scales < 255, scales.clamp(20, 246), scales)
+    return packed
+
+
+@pytest.mark.parametrize("kind", ["window", "compressed"])
+def test_expand_rows_bits(kind: str) -> None:
+    """Every code with many scales, NaN and extreme ones among them; pages in another order, twice, and outside the pool."""
+    packed = all_codes(kind).cuda()
+    for pages, page_rows in ((None, 1), (torch.tensor([3, 0, 29, 3, -1, 30, 500], dtype=torch.int32, device="cuda"), 10)):
+        count = 300 if pages is None else 70
+        got, wanted = (torch.full((count, DIM), 7.0, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        assert attention.expand_rows(packed, DIM, pages, page_rows, out=got, impl="portable") is got
+        attention.expand_rows(packed, DIM, pages, page_rows, out=wanted, impl="reference")
+        assert torch.equal(got.isnan(), wanted.isnan())
+        assert torch.equal(bits(got.nan_to_num(nan=0.0)), bits(wanted.nan_to_num(nan=0.0)))
+        if pages is not None:
+            assert bool((got[40:] == 7.0).all())
+    assert attention.expand_rows(packed[:0], DIM, impl="portable").shape == (0, DIM)
+
+
+def all_forms(case: Inputs, rotation: dict[str, torch.Tensor], impl: str, **changes) -> list[torch.Tensor]:
+    operands = [{**case.__dict__, **changes}[name] for name in case.__dict__ if name != "q"]
+    forms = [case.run(impl, **changes), attention.sparse_rope(case.q.clone(), *operands, **rotation, impl=impl)]
+    if case.q.shape[1] % 8 == 0:
+        groups = case.q.shape[1] // 8
+        forms += attention.sparse_rope_quant(case.q.clone(), *operands, **rotation, groups=groups, folded=True, impl=impl)
+    return [bits(form) for form in forms]
+
+
+@needs_hopper
+@pytest.mark.parametrize("tokens", [1, 13, 300])
+@pytest.mark.parametrize(
+    ("heads", "window", "picks"),
+    [(64, 128, 512), (64, 70, 1000), (68, 13, 7), (128, 63, 130), (24, 128, 0), (4, 0, 66), (64, 0, 0), (64, 1, 63)],
+)
+def test_sparse_expanded_rows_give_the_bits_of_packed_ones(heads: int, window: int, picks: int, tokens: int) -> None:
+    """Holes and random lengths, duplicates, lanes past the length and outside the pool; rows that nobody reads are NaN."""
+    case, rotation = make(tokens, heads, window, picks, seed=heads + picks), rotary(tokens, 64)
+    case.window_idx[:, : window // 3] = 5
+    for idx, rows in ((case.window_idx, 700), (case.compressed_idx, 3000)):
+        if idx is not None and idx.numel():
+            idx[0, 0], idx[-1, -1], idx[-1, idx.shape[1] // 2] = GARBAGE, rows, rows - 1
+    case.window_idx[tokens // 2] = -1
+    if case.compressed_len is not None:
+        case.compressed_len[tokens // 2] = 0
+    wanted = all_forms(case, rotation, "sm90")
+    expanded = {}
+    for name, pool, idx in (("window", case.window, case.window_idx), ("compressed", case.compressed, case.compressed_idx)):
+        if pool is None or idx is None:
+            continue
+        rows = attention.expand_rows(pool, DIM, impl="portable")
+        used = torch.zeros(pool.shape[0], dtype=torch.bool, device="cuda")
+        used[idx[(idx >= 0) & (idx < pool.shape[0])].long()] = True
+        expanded[name] = torch.where(used[:, None], rows, math.nan)
+    for got, packed in zip(all_forms(case, rotation, "sm90", **expanded), wanted, strict=True):
+        assert torch.equal(got, packed)
+
+
+@needs_hopper
+def test_sparse_expanded_rows_at_the_limits() -> None:
+    """Columns over sixteen binades, tokens without a lane, and NaN in one token's row."""
+    case, rotation = make_uneven(29, 64), rotary(29, 64)
+    case.window_idx[2, 0] = 0
+    case.window[0, 300] = 0x7F
+    assert case.compressed is not None
+    expanded = {name: attention.expand_rows(pool, DIM) for name, pool in (("window", case.window), ("compressed", case.compressed))}
+    for got, packed in zip(all_forms(case, rotation, "sm90", **expanded), all_forms(case, rotation, "sm90"), strict=True):
+        assert torch.equal(got, packed)
+
+
+@needs_hopper
+def test_sparse_expanded_rows_are_alone() -> None:
+    """Twice bitwise equal; a token's result does not depend on its neighbours, nor on how many there are."""
+    case = make(900, seed=15)
+    assert case.compressed is not None and case.compressed_idx is not None and case.compressed_len is not None
+    case.window, case.compressed = attention.expand_rows(case.window, DIM), attention.expand_rows(case.compressed, DIM)
+    first = case.run("sm90")
+    assert torch.equal(first, case.run("sm90"))
+    assert_close(first, case.run("reference"))
+    for t in (0, 31, 150, 477, 899):
+        part = slice(t, t + 1)
+        alone = case.run(
+            "sm90", q=case.q[part], window_idx=case.window_idx[part], compressed_idx=case.compressed_idx[part],
+            compressed_len=case.compressed_len[part],
+        )  # fmt: skip
+        assert torch.equal(alone, first[part]), f"token {t}"
+
+
+def test_sparse_expanded_rows_are_refused() -> None:
+    case = make(2, picks=64)
+    with pytest.raises(ValueError, match=r"the portable kernel reads packed rows \(uint8\), got expanded ones \(bfloat16\)"):
+        case.run("portable", window=attention.expand_rows(case.window, DIM), compressed=attention.expand_rows(case.compressed, DIM))
+    with pytest.raises(TypeError, match=r"compressed must be bfloat16"):
+        case.run("portable", window=attention.expand_rows(case.window, DIM))
+
+
+@needs_hopper
+@pytest.mark.big
+def test_expanded_offsets_past_2_31() -> None:
+    """A pool whose expanded rows pass 2^31 bytes and elements."""
+    small = make(3, window=64, picks=64, seed=17, window_rows=64, compressed_rows=64, lengths="full")
+    assert small.compressed is not None and small.compressed_idx is not None
+    first = 2**31 // DIM + 3
+    packed = torch.zeros(first + 64, small.compressed.shape[1], dtype=torch.uint8, device="cuda")
+    packed[first:] = small.compressed
+    changes = {"window": attention.expand_rows(small.window, DIM), "compressed": attention.expand_rows(packed, DIM)}
+    idx = torch.where(small.compressed_idx >= 0, small.compressed_idx + first, -1).int()
+    assert torch.equal(small.run("sm90", **changes, compressed_idx=idx), small.run("sm90"))
+
+
 # -- write_window, write_compressed ----------------------------------------------------------------------------------
 
 WRITERS = {

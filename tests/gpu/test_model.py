@@ -12,7 +12,7 @@ import torch
 from mini_deepinfer.config import NumericProfile
 from mini_deepinfer.model.moe import MoE
 from mini_deepinfer.model.step import Step
-from mini_deepinfer.ops import reference
+from mini_deepinfer.ops import attention, reference
 from mini_deepinfer.ops.linear import Activation
 from mini_deepinfer.ops.moe import takes_packed_weights
 from mini_deepinfer.ops.packed_weight import PackedWeight
@@ -111,6 +111,24 @@ def test_chunked_is_unchunked(cuda, chunk):
     run = runner("cuda", batch_invariant=True)
     length = 33 if chunk == 1 else 193
     assert torch.equal(run.score(prompt(length), chunk=chunk), run.score(prompt(length)))
+
+
+@pytest.mark.parametrize("chunk", [None, 150])
+def test_expanded_rows_change_nothing(cuda, monkeypatch, chunk):
+    """Bitwise. A step expands the rows of its owners once, and its layers' windows; the second chunk of 43 tokens reads packed rows."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("only the Hopper kernels read expanded rows")
+    run, made = runner("cuda"), []
+    expand = attention.expand_rows
+    monkeypatch.setattr(attention, "expand_rows", lambda *args, **kwargs: made.append(args[0]) or expand(*args, **kwargs))
+    got = run.score(prompt(193), chunk=chunk)
+    owners = sum(plan.owns_kv for plan in run.config.layers)
+    assert sum(packed.shape[1] == 288 for packed in made) == owners
+    assert sum(packed.shape[1] == 528 for packed in made) == len(run.config.layers)
+    made.clear()
+    monkeypatch.setenv("MDI_OPS", "attention.expand_rows=reference")
+    assert torch.equal(run.score(prompt(193), chunk=chunk), got)
+    assert made == []
 
 
 def test_decode_is_prefill(cuda):

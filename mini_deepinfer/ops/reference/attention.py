@@ -9,6 +9,17 @@ from mini_deepinfer.ops.reference.elementwise import rmsnorm, rope, rope_quant
 
 BLOCK_SLOTS = 64
 _TOKENS_PER_PASS = 128
+KEY_FACTOR = 512.0  # an expanded row holds the values divided by it
+
+
+def window_bytes(dim: int) -> int:
+    """Bytes of a packed window row."""
+    return dim + dim // 32
+
+
+def compressed_bytes(dim: int) -> int:
+    """Bytes of a packed compressed row."""
+    return dim // 2 + dim // 16
 
 
 def scatter_rows(rows: torch.Tensor, slots: torch.Tensor, packed: torch.Tensor) -> None:
@@ -38,6 +49,22 @@ def unpack_compressed(rows: torch.Tensor) -> torch.Tensor:
     """[..., D/2 + D/16] bytes -> exact float32 values [..., D]."""
     half = rows.shape[-1] * 8 // 9
     return formats.dequant_nvfp4(rows[..., :half], rows[..., half:])
+
+
+def expand_rows(packed: torch.Tensor, pages: torch.Tensor | None, page_rows: int, out: torch.Tensor) -> None:
+    """Packed rows as expanded rows (ops.attention.expand_rows), row by row or page by page."""
+    index = torch.arange(out.shape[0], device=out.device)
+    if pages is not None:
+        index = pages.long()[index // page_rows] * page_rows + index % page_rows
+    there = (index >= 0) & (index < packed.shape[0])
+    rows = packed[index[there]]
+    values = unpack_window(rows) if packed.shape[1] == window_bytes(out.shape[1]) else unpack_compressed(rows)
+    out[there] = (values / KEY_FACTOR).to(out.dtype)
+
+
+def unpack_expanded(rows: torch.Tensor) -> torch.Tensor:
+    """[..., D] expanded rows -> exact float32 values [..., D]."""
+    return rows.float() * KEY_FACTOR
 
 
 def write_window(kv: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
@@ -86,7 +113,7 @@ def sparse(
     softmax_scale: float,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of q [T, H, D] over packed rows chosen by index; K = V (model spec 4.5, 4.6)."""
+    """Attention of q [T, H, D] over packed or expanded rows chosen by index; K = V (model spec 4.5, 4.6)."""
     if out is None:
         out = torch.empty_like(q)
     for start in range(0, q.shape[0], _TOKENS_PER_PASS):
@@ -145,8 +172,9 @@ def _gather(rows, index, length, unpack):
     if length is not None:
         valid = valid & (torch.arange(index.shape[1], device=index.device) < length[:, None])
     picked = rows[torch.where(valid, index, 0).long()]
-    # a skipped lane reads nothing: its (arbitrary) row is replaced by zero bytes before it is decoded
-    return unpack(torch.where(valid[..., None], picked, torch.zeros((), dtype=torch.uint8, device=rows.device))), valid
+    # a skipped lane reads nothing: its (arbitrary) row is replaced by zeros before it is decoded
+    picked = torch.where(valid[..., None], picked, torch.zeros((), dtype=rows.dtype, device=rows.device))
+    return (unpack if rows.dtype == torch.uint8 else unpack_expanded)(picked), valid
 
 
 def _softmax_blocks(q, keys, valid, sink, softmax_scale):
