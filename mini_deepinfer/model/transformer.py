@@ -16,6 +16,7 @@ from mini_deepinfer.model.moe import MoE
 from mini_deepinfer.model.rope import RopeTables
 from mini_deepinfer.model.step import Step, Trace
 from mini_deepinfer.ops import elementwise
+from mini_deepinfer.ops._dispatch import fixed_environment
 from mini_deepinfer.ops.linear import Activation, linear
 from mini_deepinfer.parallel import ExpertParallel
 from mini_deepinfer.stages import stage
@@ -174,7 +175,7 @@ class Model:
         Every rank of the expert-parallel group must call this together, with zero tokens if it has none.
         trace(name, layer, tensor) receives intermediate tensors (tests and tools).
         """
-        with _one_thread(self.device):
+        with _one_thread(self.device), fixed_environment():
             return self._forward(batch, trace)
 
     def _forward(self, batch: PrefillBatch, trace: Trace | None) -> torch.Tensor:

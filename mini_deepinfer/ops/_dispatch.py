@@ -8,15 +8,17 @@ An op module does
     call("stage.op", impl, ...)          # torch.ops.mini_deepinfer.stage_op[_impl](...)
 
 Environment: MDI_OPS=reference (everything) or MDI_OPS=attention.sparse=portable,indexer.topk=reference (by name),
-MDI_LOG_OPS=1 (log op, implementation and shapes before each launch), MDI_SYNC=1 (synchronise and check after each).
+MDI_LOG_OPS=1 (log op, implementation and shapes before each launch), MDI_SYNC=1 (synchronise and check after each). They are read at
+every call, in a step of the model once (`fixed_environment`).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -80,9 +82,33 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
 _CAPABILITY = {"sm90": (9, 0), "sm100": (10, 0)}  # an implementation that is not listed runs on every built GPU
 
 
+@functools.cache
 def library_name(op: str, impl: str) -> str:
     """Name in torch.ops.mini_deepinfer: ("moe.route", "sm90") -> "moe_route_sm90"; portable has no suffix."""
     return op.replace(".", "_") + ("" if impl == "portable" else f"_{impl}")
+
+
+@dataclass
+class _Fixed:
+    """What the ops of one step have in common: the switches of `call`, and what `select` has chosen so far."""
+
+    log_ops: bool
+    sync: bool
+    chosen: dict[tuple, str] = field(default_factory=dict)
+
+
+_fixed: _Fixed | None = None
+
+
+@contextmanager
+def fixed_environment() -> Iterator[None]:
+    """Within, the environment counts as it was at the start: the host enqueues a step in less time than its ops take to ask again."""
+    global _fixed
+    before, _fixed = _fixed, _Fixed(read_env("MDI_LOG_OPS"), read_env("MDI_SYNC"))
+    try:
+        yield
+    finally:
+        _fixed = before
 
 
 def _check_choice(op: str, impl: str, source: str) -> None:
@@ -233,6 +259,16 @@ def select(op: str, tensor: Tensor, *, impl: str | None = None, compute_dtype: t
         compute always runs the reference, because the kernels are bf16.
     Raises ValueError for an unknown op or implementation (with the list), RuntimeError when it cannot run here.
     """
+    dtype = compute_dtype or tensor.dtype
+    if _fixed is None:
+        return _select(op, tensor.device, dtype, impl)
+    key = (op, tensor.device, dtype, impl)
+    if key not in _fixed.chosen:
+        _fixed.chosen[key] = _select(*key)
+    return _fixed.chosen[key]
+
+
+def _select(op: str, device: torch.device, compute_dtype: torch.dtype, impl: str | None) -> str:
     choice, source = impl, f"{op}(impl=...)"
     if choice is None:
         choice, source = _environment_choice(op), "MDI_OPS"
@@ -240,20 +276,18 @@ def select(op: str, tensor: Tensor, *, impl: str | None = None, compute_dtype: t
         _check_choice(op, choice or "reference", source)
     if choice == "reference":
         return "reference"
-    if tensor.device.type != "cuda":
+    if device.type != "cuda":
         if impl is not None:
-            raise RuntimeError(f"{op}: implementation {impl!r} needs CUDA tensors, got a tensor on {tensor.device}")
+            raise RuntimeError(f"{op}: implementation {impl!r} needs CUDA tensors, got a tensor on {device}")
         return "reference"
-    if (compute_dtype or tensor.dtype) == torch.float32:
+    if compute_dtype == torch.float32:
         if impl is not None:
             raise RuntimeError(f"{op}: implementation {impl!r} computes in bfloat16, got float32; use impl='reference'")
         _log_once(
             logging.INFO, "float32 compute on CUDA: the plain PyTorch reference ops run (the kernels are bfloat16)"
         )
         return "reference"
-    device = torch.device(
-        "cuda", tensor.device.index if tensor.device.index is not None else torch.cuda.current_device()
-    )
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     if choice is None:
         return _best(op, device)
     if reason := why_not(op, choice, device):
@@ -281,12 +315,11 @@ def _describe(value: Any) -> str:
 
 def call(op: str, impl: str, *args: Any) -> None:
     """Launch the compiled implementation `impl` of `op`; honours MDI_LOG_OPS and MDI_SYNC."""
-    name = library_name(op, impl)
-    log_ops, sync = read_env("MDI_LOG_OPS"), read_env("MDI_SYNC")
-    if log_ops:
+    switches = _fixed or _Fixed(read_env("MDI_LOG_OPS"), read_env("MDI_SYNC"))
+    if switches.log_ops:
         log.warning("%s (%s): %s", op, impl, ", ".join(_describe(arg) for arg in args))
-    getattr(torch.ops.mini_deepinfer, name)(*args)
-    if sync:
+    getattr(torch.ops.mini_deepinfer, library_name(op, impl))(*args)
+    if switches.sync:
         try:
             torch.cuda.synchronize()
         except RuntimeError as error:

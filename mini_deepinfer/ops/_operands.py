@@ -23,16 +23,33 @@ def check_operand(
     like: Tensor | None = None,
 ) -> None:
     """Raise unless `tensor` has one of the dtypes, the shape `dims` (letter: size, None = any) and `like`'s device."""
+    if tensor.dtype not in dtypes or not _has_shape(tensor, dims):
+        raise _wrong_operand(op, name, tensor, dtypes, dims)
+    if like is not None and tensor.device != like.device:
+        raise ValueError(f"{op}: {name} must be on {like.device} like the first operand, got {tensor.device}")
+
+
+def _has_shape(tensor: Tensor, dims: Mapping[str, int | None]) -> bool:
+    shape = tensor.shape
+    if len(shape) != len(dims):
+        return False
+    for wanted, size in zip(dims.values(), shape):
+        if wanted != size and wanted is not None:
+            return False
+    return True
+
+
+def _wrong_operand(
+    op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dims: Mapping[str, int | None]
+) -> TypeError | ValueError:
+    """What is wrong in words. Only put together for a wrong operand: a step checks some thousand right ones."""
     letters = ", ".join(letter if size is None or letter.isdigit() else f"{letter}={size}" for letter, size in dims.items())
     wanted = f"{' or '.join(map(dtype_name, dtypes))} [{letters}]"
     got = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
-    if tensor.dtype not in dtypes:
-        hint = f" Cast with {name}.int()." if dtypes == (torch.int32,) else ""
-        raise TypeError(f"{op}: {name} must be {wanted}, got {got}.{hint}")
-    if tensor.dim() != len(dims) or any(size not in (None, have) for size, have in zip(dims.values(), tensor.shape, strict=True)):
-        raise ValueError(f"{op}: {name} must be {wanted}, got {got}")
-    if like is not None and tensor.device != like.device:
-        raise ValueError(f"{op}: {name} must be on {like.device} like the first operand, got {tensor.device}")
+    if tensor.dtype in dtypes:
+        return ValueError(f"{op}: {name} must be {wanted}, got {got}")
+    hint = f" Cast with {name}.int()." if dtypes == (torch.int32,) else ""
+    return TypeError(f"{op}: {name} must be {wanted}, got {got}.{hint}")
 
 
 def check_groups(op: str, name: str, width: int) -> None:
