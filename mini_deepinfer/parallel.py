@@ -129,9 +129,9 @@ class ExpertParallel(ABC):
         self._check_rows("scatter", partial, sum(counts) - self._own_count(counts))
         return self._start_scatter(partial, counts)
 
-    def all_agree(self, value: bool) -> bool:
-        """Whether value is true on all ranks. For decisions at the load that all must take alike, not for steps."""
-        return all(self.all_gather_object(value))
+    def all_agree(self, values: list[bool]) -> list[bool]:
+        """Which of the values are true on all ranks. For decisions at the load that all must take alike, not for steps."""
+        return [all(answers) for answers in zip(*self.all_gather_object(values), strict=True)]
 
     def all_gather(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """rows [T, ...] of any dtype on every rank -> [sum(counts), ...], rank 0's rows first."""
@@ -224,7 +224,7 @@ class Loopback(ExpertParallel):
     the part that other ranks' experts would add is missing.
     """
 
-    def __init__(self, world: int, num_experts: int) -> None:
+    def __init__(self, world: int, num_experts: int, device: torch.device | str = "cpu") -> None:
         super().__init__()
         if world < 1 or num_experts < 1:
             raise ValueError(f"Loopback: world and num_experts must be >= 1, got {world} and {num_experts}")
@@ -234,14 +234,14 @@ class Loopback(ExpertParallel):
         permutations = [torch.arange(num_experts)]
         for stand_in in range(1, world):
             permutations.append(torch.randperm(num_experts, generator=torch.Generator().manual_seed(stand_in)))
-        self._permutations = torch.stack(permutations).to(torch.int32)
-        self._stream: ExchangeStream | None = None
+        self._permutations = torch.stack(permutations).to(device, torch.int32)
+        device = self._permutations.device
+        self._stream = ExchangeStream(device) if device.type == "cuda" else None
 
     def _gather_counts(self, num_tokens: int) -> list[int]:
         return [num_tokens] * self.world
 
     def _start_all_gather(self, tensors: Sequence[torch.Tensor], counts: list[int]) -> Exchange[list[torch.Tensor]]:
-        device = tensors[0].device
         parts = [_as_bytes(rows) for rows in tensors]
         repeated = [part.new_empty(self.world * part.shape[0], part.shape[1]) for part in parts]
         results = [_from_bytes(out, rows) for out, rows in zip(repeated, tensors)]
@@ -250,13 +250,11 @@ class Loopback(ExpertParallel):
             for part, out in zip(parts, repeated):
                 torch.cat([part] * self.world, out=out)
 
-        if device.type != "cuda" or sum(part.numel() for part in parts) < BESIDE_BYTES:
+        if self._stream is None or sum(part.numel() for part in parts) < BESIDE_BYTES:
             call()
             return Exchange(lambda: results)
         # Like a group's, beside the step's stream: received rows cost memory traffic, but no turn of their own there.
-        if self._stream is None:
-            self._stream = ExchangeStream(device)
-        done = self._stream.run(GATHER, call)
+        done, device = self._stream.run(GATHER, call), self._stream.device
 
         def finish() -> list[torch.Tensor]:
             torch.cuda.current_stream(device).wait_event(done)
@@ -273,8 +271,6 @@ class Loopback(ExpertParallel):
         return Exchange(lambda: [permuted, *weights_sent.wait()])
 
     def _permute(self, ids: torch.Tensor) -> torch.Tensor:
-        if self._permutations.device != ids.device:
-            self._permutations = self._permutations.to(ids.device)
         return self._permutations.index_select(1, ids.flatten()).view(-1, ids.shape[1])
 
     def _start_scatter(self, partial: torch.Tensor, counts: list[int]) -> Exchange[torch.Tensor]:
@@ -478,7 +474,7 @@ def make_parallel(
     if ep_loopback > 1:
         if world > 1:
             raise ValueError(f"parallel: ep_loopback={ep_loopback} is for one process, but WORLD_SIZE={world}")
-        return Loopback(ep_loopback, num_experts)
+        return Loopback(ep_loopback, num_experts, device)
     if ep_size not in (1, world):
         raise ValueError(
             f"parallel: ep_size={ep_size} needs that many processes, got WORLD_SIZE={world}; "

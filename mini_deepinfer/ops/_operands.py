@@ -30,13 +30,8 @@ def check_operand(
 
 
 def _has_shape(tensor: Tensor, dims: Mapping[str, int | None]) -> bool:
-    shape = tensor.shape
-    if len(shape) != len(dims):
-        return False
-    for wanted, size in zip(dims.values(), shape):
-        if wanted != size and wanted is not None:
-            return False
-    return True
+    shape = list(tensor.shape)
+    return len(shape) == len(dims) and shape == [have if size is None else size for size, have in zip(dims.values(), shape)]
 
 
 def _wrong_operand(
