@@ -242,15 +242,14 @@ class Loopback(ExpertParallel):
         return [num_tokens] * self.world
 
     def _start_all_gather(self, tensors: Sequence[torch.Tensor], counts: list[int]) -> Exchange[list[torch.Tensor]]:
-        parts = [_as_bytes(rows) for rows in tensors]
-        repeated = [part.new_empty(self.world * part.shape[0], part.shape[1]) for part in parts]
-        results = [_from_bytes(out, rows) for out, rows in zip(repeated, tensors)]
+        parts = [rows.contiguous() for rows in tensors]
+        results = [rows.new_empty(self.world * rows.shape[0], *rows.shape[1:]) for rows in tensors]
 
         def call() -> None:
-            for part, out in zip(parts, repeated):
-                torch.cat([part] * self.world, out=out)
+            for part, out in zip(parts, results):
+                torch.cat([part.view(torch.uint8)] * self.world, out=out.view(torch.uint8))
 
-        if self._stream is None or sum(part.numel() for part in parts) < BESIDE_BYTES:
+        if self._stream is None or sum(part.nbytes for part in parts) < BESIDE_BYTES:
             call()
             return Exchange(lambda: results)
         # Like a group's, beside the step's stream: received rows cost memory traffic, but no turn of their own there.
@@ -538,9 +537,9 @@ def _connect(address: str, port: int, rank: int, world: int, timeout_s: float, *
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
     """[T, ...] of any dtype -> uint8 [T, bytes of a row]: collectives know no float8 and need none."""
     row_bytes = rows.shape[1:].numel() * rows.element_size()
-    return rows.contiguous().view(-1).view(torch.uint8).view(rows.shape[0], row_bytes)
+    return rows.contiguous().view(torch.uint8).view(rows.shape[0], row_bytes)
 
 
 def _from_bytes(gathered: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """uint8 [M, bytes of a row of `rows`] -> [M, ...] of its dtype."""
-    return gathered.view(-1).view(rows.dtype).view(gathered.shape[0], *rows.shape[1:])
+    return gathered.view(rows.dtype).view(gathered.shape[0], *rows.shape[1:])
