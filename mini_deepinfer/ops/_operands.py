@@ -23,7 +23,7 @@ def check_operand(
     like: Tensor | None = None,
 ) -> None:
     """Raise unless `tensor` has one of the dtypes, the shape `dims` (letter: size, None = any) and `like`'s device."""
-    if tensor.dtype not in dtypes or not _has_shape(tensor, dims):
+    if tensor.dtype not in dtypes or (tensor.shape != tuple(dims.values()) and not _has_shape(tensor, dims)):
         raise _wrong_operand(op, name, tensor, dtypes, dims)
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{op}: {name} must be on {like.device} like the first operand, got {tensor.device}")
