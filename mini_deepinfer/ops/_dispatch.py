@@ -89,22 +89,23 @@ def library_name(op: str, impl: str) -> str:
 
 
 @dataclass
-class _Fixed:
-    """What the ops of one step have in common: the switches of `call`, and what `select` has chosen so far."""
+class _Environment:
+    """What the environment says, and what `select` has made of it so far."""
 
-    log_ops: bool
-    sync: bool
+    choices: dict[str, str] = field(default_factory=lambda: read_env("MDI_OPS"))
+    log_ops: bool = field(default_factory=lambda: read_env("MDI_LOG_OPS"))
+    sync: bool = field(default_factory=lambda: read_env("MDI_SYNC"))
     chosen: dict[tuple, str] = field(default_factory=dict)
 
 
-_fixed: _Fixed | None = None
+_fixed: _Environment | None = None
 
 
 @contextmanager
 def fixed_environment() -> Iterator[None]:
-    """Within, the environment counts as it was at the start: the host enqueues a step in less time than its ops take to ask again."""
+    """Within, the environment counts as it was at the start: the ops of a step would ask for it some two thousand times."""
     global _fixed
-    before, _fixed = _fixed, _Fixed(read_env("MDI_LOG_OPS"), read_env("MDI_SYNC"))
+    before, _fixed = _fixed, _Environment()
     try:
         yield
     finally:
@@ -121,7 +122,7 @@ def _check_choice(op: str, impl: str, source: str) -> None:
 
 def _environment_choice(op: str) -> str | None:
     """The implementation that MDI_OPS names for op, if any. Raises ValueError naming what exists for any wrong entry."""
-    choices = read_env("MDI_OPS")
+    choices = read_env("MDI_OPS") if _fixed is None else _fixed.choices
     if "*" in choices:
         return choices["*"]
     for name, impl in choices.items():
@@ -315,11 +316,11 @@ def _describe(value: Any) -> str:
 
 def call(op: str, impl: str, *args: Any) -> None:
     """Launch the compiled implementation `impl` of `op`; honours MDI_LOG_OPS and MDI_SYNC."""
-    switches = _fixed or _Fixed(read_env("MDI_LOG_OPS"), read_env("MDI_SYNC"))
-    if switches.log_ops:
+    environment = _fixed or _Environment()
+    if environment.log_ops:
         log.warning("%s (%s): %s", op, impl, ", ".join(_describe(arg) for arg in args))
     getattr(torch.ops.mini_deepinfer, library_name(op, impl))(*args)
-    if switches.sync:
+    if environment.sync:
         try:
             torch.cuda.synchronize()
         except RuntimeError as error:

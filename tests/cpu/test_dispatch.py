@@ -19,7 +19,7 @@ BF16 = torch.zeros(1, dtype=torch.bfloat16)
 
 def fake_cuda(dtype: torch.dtype = torch.bfloat16, index: int | None = 0) -> SimpleNamespace:
     """What select() looks at, pretending to live on a GPU."""
-    return SimpleNamespace(device=SimpleNamespace(type="cuda", index=index), dtype=dtype)
+    return SimpleNamespace(device=torch.device("cuda", index), dtype=dtype)
 
 
 class StubLibrary:
@@ -166,6 +166,24 @@ def test_bad_mdi_ops(machine, monkeypatch: pytest.MonkeyPatch, text: str, messag
         _dispatch.select("moe.route", BF16)
 
 
+def test_a_step_chooses_once(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within it the environment stays what it was, per op, device, dtype and explicit choice; afterwards it counts again."""
+    monkeypatch.setenv("MDI_OPS", "attention.sparse=portable")
+    with _dispatch.fixed_environment():
+        assert _dispatch.select("attention.sparse", fake_cuda()) == "portable"
+        monkeypatch.setenv("MDI_OPS", "reference")
+        assert _dispatch.select("attention.sparse", fake_cuda()) == "portable"
+        assert _dispatch.select("moe.route", fake_cuda()) == "portable"  # also what was not asked for before
+        assert _dispatch.select("attention.sparse", fake_cuda(), impl="sm90") == "sm90"
+        assert _dispatch.select("attention.sparse", fake_cuda(torch.float32)) == "reference"
+        assert _dispatch.select("attention.sparse", fake_cuda(torch.float32), compute_dtype=torch.bfloat16) == "portable"
+        assert _dispatch.select("attention.sparse", BF16) == "reference"
+        for _ in range(2):  # a refusal is not remembered as a choice
+            with pytest.raises(RuntimeError, match="computes in bfloat16, got float32"):
+                _dispatch.select("attention.sparse", fake_cuda(torch.float32), impl="sm90")
+    assert _dispatch.select("attention.sparse", fake_cuda()) == "reference"
+
+
 # -- the sm100 self-test gate ----------------------------------------------------------------------------------------
 
 
@@ -267,6 +285,11 @@ def test_log_and_sync_flags(stub: StubLibrary, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("MDI_SYNC", "1")
     elementwise.expand_fp8(torch.zeros(3, 64, dtype=U8), torch.zeros(3, 2, dtype=U8))
     assert "elementwise.expand_fp8 (portable): uint8[3, 64], uint8[3, 2], bfloat16[3, 64]" in caplog.text
+    assert synced == [1]
+    monkeypatch.setenv("MDI_SYNC", "0")
+    with _dispatch.fixed_environment():
+        monkeypatch.setenv("MDI_SYNC", "1")
+        elementwise.expand_fp8(torch.zeros(3, 64, dtype=U8), torch.zeros(3, 2, dtype=U8))
     assert synced == [1]
     monkeypatch.setenv("MDI_SYNC", "yes")
     with pytest.raises(ValueError, match="MDI_SYNC = 'yes': must be 0 or 1"):
