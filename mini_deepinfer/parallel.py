@@ -43,14 +43,14 @@ Result = TypeVar("Result")
 
 
 class Exchange(Generic[Result]):
-    """Rows on their way between the ranks. `wait` must be called once; its result is for the current stream."""
+    """Rows on their way between the ranks. `wait` must be called once; its result is for the stream that was current at the start."""
 
     def __init__(self, finish: Callable[[], Result], held: Any = None) -> None:
         self._finish: Callable[[], Result] | None = finish
         self._held = held  # memory that the exchange reads
 
     def wait(self) -> Result:
-        """The rows, as soon as the current stream has them (the host does not wait for a GPU)."""
+        """The rows, as soon as the step's stream has them (the host does not wait for a GPU)."""
         if self._finish is None:
             raise RuntimeError("parallel: wait() was called twice on one exchange")
         finish, self._finish = self._finish, None
@@ -66,20 +66,26 @@ class ExchangeStream:
         self.device = device
         # High priority: the few blocks of a collective must not queue behind all blocks of a product.
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._ready = torch.cuda.Event()  # recorded and waited for anew by every run
 
-    def run(self, name: str, call: Callable[[], Any]) -> torch.cuda.Event:
-        """Run `call` there, after everything that the step's stream has been given so far; the event to wait for.
+    def run(self, name: str, call: Callable[[], Any]) -> Callable[[], None]:
+        """Run `call` there, after everything that the step's stream (the current one) has been given so far.
 
-        What it reads and writes must have been allocated on the step's stream and stay referenced until that stream waits: its
-        memory cannot be reused before.
+        Returns what makes the step's stream wait for it. What `call` reads and writes must have been allocated on the step's stream
+        and stay referenced until then: its memory cannot be reused before.
         """
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        step = torch.cuda.current_stream(self.device)
+        self._ready.record(step)
+        self._stream.wait_event(self._ready)
         done = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
+        torch.cuda.set_stream(self._stream)
+        try:
             with beside(name):
                 call()
-            done.record()
-        return done
+            done.record(self._stream)
+        finally:
+            torch.cuda.set_stream(step)
+        return lambda: step.wait_event(done)
 
 
 class ExpertParallel(ABC):
@@ -253,10 +259,10 @@ class Loopback(ExpertParallel):
             call()
             return Exchange(lambda: results)
         # Like a group's, beside the step's stream: received rows cost memory traffic, but no turn of their own there.
-        done, device = self._stream.run(GATHER, call), self._stream.device
+        wait = self._stream.run(GATHER, call)
 
         def finish() -> list[torch.Tensor]:
-            torch.cuda.current_stream(device).wait_event(done)
+            wait()
             return results
 
         return Exchange(finish, held=parts)
@@ -356,7 +362,7 @@ class ProcessGroup(ExpertParallel):
         return counts.tolist()
 
     def _start(self, name: str, device: torch.device, call: Callable[[], None]) -> Callable[[], None]:
-        """Run collectives, on a GPU beside the step's stream (ExchangeStream). Returns what makes the current stream wait for them."""
+        """Run collectives, on a GPU beside the step's stream (ExchangeStream). Returns what makes the step's stream wait for them."""
         if self._stream is None or device.type != "cuda" or not self.overlap:
             with stage(name), beside(name):
                 call()
@@ -365,7 +371,7 @@ class ProcessGroup(ExpertParallel):
 
         def wait() -> None:
             with stage(name):
-                torch.cuda.current_stream(self.device).wait_event(done)
+                done()
 
         return wait
 

@@ -99,7 +99,6 @@ class Fp8Weight:
         self.shape = codes.shape
         self.device = codes.device
         self.folded: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._parts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         if codes.device.type == "cuda":
             self.folded = _fold_weight(codes, scale)
             if self.folded is None:
@@ -112,15 +111,6 @@ class Fp8Weight:
         """Projections of one input stacked along the output: every part's rows are a multiple of 32."""
         codes = torch.cat([codes.view(torch.uint8) for codes, _ in parts]).view(torch.float8_e4m3fn)
         return cls(codes, torch.cat([scale for _, scale in parts]), name)
-
-    def parts(self, groups: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """A folded weight as `_scaled_product` takes it, in groups of rows: codes [K, O/g] and scales [1, O/g] each. Views, made once."""
-        if groups not in self._parts:
-            if self.folded is None:
-                raise RuntimeError(f"{self.name}: not folded, it has no row-scaled operands")
-            codes, row_scale = (tensor.chunk(groups) for tensor in self.folded)
-            self._parts[groups] = [(part.t(), scale[None]) for part, scale in zip(codes, row_scale)]
-        return self._parts[groups]
 
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Dequantised [O, K], exact in float32 and bfloat16."""
@@ -154,7 +144,7 @@ def fp8_linear(act: Activation, weight: Fp8Weight) -> torch.Tensor:
     if x.shape[0] == 0:
         return x.new_empty(0, weight.shape[0])
     if act.quantise and weight.folded is not None and Activation.folds(x):
-        return _by_rows(partial(_scaled_product, *weight.parts()[0]), act.batch_invariant, *act.folded())
+        return _by_rows(partial(_scaled_product, *weight.folded), act.batch_invariant, *act.folded())
     if x.device.type == "cpu" or x.dtype == torch.float32:
         return reference.linear.matmul(act.values(), weight.values()).to(x.dtype)
     weight_t = weight.values(x.dtype).t()
@@ -174,8 +164,8 @@ def fp8_grouped_linear(
             return torch.empty(0, weight.shape[0], dtype=dtype, device=codes.device)
         # group by group: the library takes rows that lie apart only for some numbers of them
         rows, row_scales = codes.transpose(0, 1).contiguous(), scale.t().contiguous()
-        operands = zip(weight.parts(groups), rows, row_scales)
-        parts = [_by_rows(partial(_scaled_product, *part), profile.batch_invariant, x, x_scale) for part, x, x_scale in operands]
+        operands = zip(*(tensor.chunk(groups) for tensor in weight.folded), rows, row_scales)
+        parts = [_by_rows(partial(_scaled_product, w, s), profile.batch_invariant, x, x_scale) for w, s, x, x_scale in operands]
         return torch.cat(parts, dim=1)
     wide = torch.float32 if codes.device.type == "cpu" else dtype
     values = number_formats.dequant_fp8_ue8m0(codes, scale).to(wide)
@@ -184,15 +174,14 @@ def fp8_grouped_linear(
 
 
 def _scaled_product(
-    weight_t: torch.Tensor, weight_scale: torch.Tensor, codes: torch.Tensor, row_scale: torch.Tensor
+    weight: torch.Tensor, weight_scale: torch.Tensor, codes: torch.Tensor, row_scale: torch.Tensor
 ) -> torch.Tensor:
-    """Row-scaled FP8 operands [T, K] and [K, O] with scales [T] and [1, O], on a GPU: [T, O] bfloat16. Slow accumulation: the sums are
-    promoted."""
+    """Row-scaled FP8 operands [O, K] and [T, K] on a GPU: [T, O] bfloat16. Slow accumulation: the sums are promoted."""
     return torch._scaled_mm(
         codes,
-        weight_t,
-        scale_a=row_scale.unsqueeze(1),
-        scale_b=weight_scale,
+        weight.t(),
+        scale_a=row_scale[:, None],
+        scale_b=weight_scale[None],
         out_dtype=torch.bfloat16,
         use_fast_accum=False,
     )
