@@ -135,9 +135,9 @@ class ExpertParallel(ABC):
         self._check_rows("scatter", partial, sum(counts) - self._own_count(counts))
         return self._start_scatter(partial, counts)
 
-    def all_agree(self, values: list[bool]) -> list[bool]:
-        """Which of the values are true on all ranks. For decisions at the load that all must take alike, not for steps."""
-        return [all(answers) for answers in zip(*self.all_gather_object(values), strict=True)]
+    def all_agree(self, value: bool) -> bool:
+        """Whether value is true on all ranks. For decisions at the load that all must take alike, not for steps."""
+        return all(self.all_gather_object(value))
 
     def all_gather(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """rows [T, ...] of any dtype on every rank -> [sum(counts), ...], rank 0's rows first."""

@@ -40,8 +40,9 @@ class MoE:
         self.w13, self.w13_scale = tensors[f"{name}.experts.w13"], tensors[f"{name}.experts.w13_scale"]
         self.w2, self.w2_scale = tensors[f"{name}.experts.w2"], tensors[f"{name}.experts.w2_scale"]
         self.experts = expert_range(config.n_routed_experts, parallel.world, parallel.rank)
-        # Tokens travel folded, with one scale per row, where all ranks want it: the model asks them and sets this.
-        self.all_fold = self.takes_folded_rows()
+        # The ranks must agree on the form in which tokens travel: on a GPU folded, with one scale per row, where all of them want it.
+        on_gpu = profile.activation_quant and self.w13.device.type == "cuda"
+        self._all_fold = on_gpu and parallel.all_agree(self._takes_folded_rows())
 
         def fp8(part: str) -> tuple[torch.Tensor, torch.Tensor]:
             return tensors[f"{name}.shared_experts.{part}.weight"], tensors[f"{name}.shared_experts.{part}.scale"]
@@ -49,14 +50,13 @@ class MoE:
         self.shared_w13 = Fp8Weight.stack([fp8("w1"), fp8("w3")], f"{name}.shared_experts.w1|w3")
         self.shared_w2 = Fp8Weight(*fp8("w2"), f"{name}.shared_experts.w2")
 
-    def takes_folded_rows(self) -> bool:
-        """Whether this rank's product wants them: on a GPU, with quantised activations."""
-        return self.profile.activation_quant and moe.takes_folded_rows(self.w13, self.w13_scale, self.profile.compute_dtype)
+    def _takes_folded_rows(self) -> bool:
+        return moe.takes_folded_rows(self.w13, self.w13_scale, self.profile.compute_dtype)
 
     @property
     def folded(self) -> bool:
         """Whether the input travels with one scale per row (docs/numerics.md); MDI_OPS may choose another product at any time."""
-        return self.all_fold and self.takes_folded_rows()
+        return self._all_fold and self._takes_folded_rows()
 
     def __call__(self, act: Activation, step: Step) -> torch.Tensor:
         """The normed input [T, N] to [T, N]."""

@@ -167,9 +167,6 @@ class Model:
         self.embed = weights.tensors["embed.weight"]
         self.head, self.norm = weights.tensors["head.weight"], weights.tensors["norm.weight"]
         self.blocks = [Block(config, profile, plan, weights, tables, parallel) for plan in config.layers]
-        all_fold = parallel.all_agree([block.ffn.all_fold for block in self.blocks])
-        for block, folded in zip(self.blocks, all_fold):
-            block.ffn.all_fold = folded
 
     @torch.inference_mode()
     def forward(self, batch: PrefillBatch, trace: Trace | None = None) -> torch.Tensor:
