@@ -319,7 +319,7 @@ def call(op: str, impl: str, *args: Any) -> None:
     environment = _fixed or _Environment()
     if environment.log_ops:
         log.warning("%s (%s): %s", op, impl, ", ".join(_describe(arg) for arg in args))
-    getattr(torch.ops.mini_deepinfer, library_name(op, impl))(*args)
+    getattr(torch.ops.mini_deepinfer, library_name(op, impl)).default(*args)  # there are no overloads to choose from
     if environment.sync:
         try:
             torch.cuda.synchronize()

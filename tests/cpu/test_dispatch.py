@@ -28,7 +28,7 @@ class StubLibrary:
     def __init__(self, *names: str) -> None:
         self.calls: list[tuple[str, tuple]] = []
         for name in names:
-            setattr(self, name, lambda *args, name=name: self.calls.append((name, args)))
+            setattr(self, name, SimpleNamespace(default=lambda *args, name=name: self.calls.append((name, args))))
 
 
 @pytest.fixture
