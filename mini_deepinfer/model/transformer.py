@@ -163,6 +163,7 @@ class Model:
     ) -> None:
         self.config, self.profile, self.caches, self.parallel = config, profile, caches, parallel
         self.device = torch.device(device)
+        self.only_kernels = self.device.type == "cuda" and profile.compute_dtype == torch.bfloat16 and profile.activation_quant
         tables = RopeTables(config, max_model_len or config.max_position_embeddings, self.device)
         self.embed = weights.tensors["embed.weight"]
         self.head, self.norm = weights.tensors["head.weight"], weights.tensors["norm.weight"]
@@ -175,7 +176,7 @@ class Model:
         Every rank of the expert-parallel group must call this together, with zero tokens if it has none.
         trace(name, layer, tensor) receives intermediate tensors (tests and tools).
         """
-        with _one_thread(self.device), fixed_environment():
+        with _one_thread(self.device), fixed_environment(only_kernels=self.only_kernels):
             return self._forward(batch, trace)
 
     def _forward(self, batch: PrefillBatch, trace: Trace | None) -> torch.Tensor:

@@ -95,6 +95,7 @@ class _Environment:
     choices: dict[str, str] = field(default_factory=lambda: read_env("MDI_OPS"))
     log_ops: bool = field(default_factory=lambda: read_env("MDI_LOG_OPS"))
     sync: bool = field(default_factory=lambda: read_env("MDI_SYNC"))
+    only_kernels: bool = False
     chosen: dict[tuple, str] = field(default_factory=dict)
 
 
@@ -102,14 +103,27 @@ _fixed: _Environment | None = None
 
 
 @contextmanager
-def fixed_environment() -> Iterator[None]:
-    """Within, the environment counts as it was at the start: the ops of a step would ask for it some two thousand times."""
+def fixed_environment(*, only_kernels: bool = False) -> Iterator[None]:
+    """Within, the environment counts as it was at the start: the ops of a step would ask for it some two thousand times.
+
+    only_kernels: the caller's operands take no reference unless the environment asks for it. See `kernels_check`.
+    """
     global _fixed
     before, _fixed = _fixed, _Environment()
+    asked = bool(_fixed.log_ops or _fixed.sync or "reference" in _fixed.choices.values())
+    _fixed.only_kernels = only_kernels and not asked
     try:
         yield
     finally:
         _fixed = before
+
+
+def kernels_check() -> bool:
+    """Whether the checks of the kernels (csrc/*/*_api.h) are enough: in a step of kernels alone, whose operands are the model's own.
+
+    They refuse what an op's own checks refuse, as RuntimeError. MDI_SYNC=1 and MDI_LOG_OPS=1 bring those back, to look for an error.
+    """
+    return _fixed is not None and _fixed.only_kernels
 
 
 def _check_choice(op: str, impl: str, source: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mini_deepinfer import environment
-from mini_deepinfer.ops import _dispatch, _extension, elementwise
+from mini_deepinfer.ops import _dispatch, _extension, _operands, elementwise
 
 BF16 = torch.zeros(1, dtype=torch.bfloat16)
 
@@ -276,6 +276,23 @@ def test_bad_input_never_reaches_the_library(stub: StubLibrary, op, codes, scale
     with pytest.raises(error, match=f"elementwise.{op}: .*{message}"):
         getattr(elementwise, op)(codes, scale)
     assert stub.calls == []
+
+
+@pytest.mark.parametrize("variable, value", [("", ""), ("MDI_SYNC", "1"), ("MDI_LOG_OPS", "1"), ("MDI_OPS", "reference"),
+                                             ("MDI_OPS", "moe.route=reference")])  # fmt: skip
+def test_operands_are_checked_unless_kernels_do(machine, monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    """Only a step says that its kernels look at everything, and only if nothing in the environment asks for more."""
+    if variable:
+        monkeypatch.setenv(variable, value)
+    for only_kernels in (False, True):
+        assert not _dispatch.kernels_check()
+        with _dispatch.fixed_environment(only_kernels=only_kernels):
+            assert _dispatch.kernels_check() is (only_kernels and not variable)
+            if not _dispatch.kernels_check():
+                with pytest.raises(ValueError, match=r"some.op: x must be float32 \[T=2\], got float32 \[1\]"):
+                    _operands.check_operand("some.op", "x", torch.zeros(1), (torch.float32,), {"T": 2})
+            else:
+                _operands.check_operand("some.op", "x", torch.zeros(1), (torch.float32,), {"T": 2})
 
 
 def test_log_and_sync_flags(stub: StubLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
