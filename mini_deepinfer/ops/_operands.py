@@ -79,6 +79,6 @@ def check_rotary(op: str, name: str, x: Tensor, positions: Tensor, table: Tensor
 def check_out(op: str, out: Tensor | None, like: Tensor, *letters: str) -> Tensor:
     """`out` after its checks, or a new tensor like `like`, whose dims are called `letters`."""
     if out is None:
-        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return like.new_empty(like.shape)
     check_operand(op, "out", out, (like.dtype,), dict(zip(letters, like.shape, strict=True)), like)
     return out

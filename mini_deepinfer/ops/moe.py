@@ -71,8 +71,8 @@ def route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scaling: float, *, im
         return reference.route(x, weight, bias, k, scaling)
     if weight.dtype != torch.bfloat16:
         raise TypeError(f"{op}: weight must be bfloat16 for the {impl} kernel, got float32. Cast with weight.bfloat16().")
-    ids = torch.empty(t, k, dtype=torch.int32, device=x.device)
-    weights = torch.empty(t, k, dtype=torch.float32, device=x.device)
+    ids = x.new_empty(t, k, dtype=torch.int32)
+    weights = x.new_empty(t, k, dtype=torch.float32)
     if t:
         call(op, impl, x, weight, bias, float(scaling), ids, weights)
     return ids, weights
@@ -110,10 +110,10 @@ def permute(ids: Tensor, first_expert: int, num_local: int, *, impl: str | None 
 def _permute_outputs(ids: Tensor, num_local: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """row_of_slot, slot_of_row, offsets and the workspace, uninitialised."""
     slots = ids.numel()
-    slot_of_row = torch.empty(slots, dtype=torch.int32, device=ids.device)
-    offsets = torch.empty(num_local + 1, dtype=torch.int32, device=ids.device)
+    slot_of_row = ids.new_empty(slots, dtype=torch.int32)
+    offsets = ids.new_empty(num_local + 1, dtype=torch.int32)
     blocks = max(1, -(-slots // _PERMUTE_BLOCK_SLOTS))
-    return torch.empty_like(ids), slot_of_row, offsets, torch.empty(blocks, num_local, dtype=torch.int32, device=ids.device)
+    return torch.empty_like(ids), slot_of_row, offsets, ids.new_empty(blocks, num_local, dtype=torch.int32)
 
 
 def dispatch(
@@ -145,7 +145,7 @@ def dispatch(
         return row_of_slot, slot_of_row, offsets, token_of_row, weights.flatten()[slot.long()] * live
     row_of_slot, slot_of_row, offsets, counts = _permute_outputs(ids, num_local)
     token_of_row = torch.empty_like(slot_of_row)
-    row_weight = torch.empty(ids.numel(), dtype=torch.float32, device=ids.device)
+    row_weight = ids.new_empty(ids.numel(), dtype=torch.float32)
     outs = (row_of_slot, slot_of_row, offsets, token_of_row, row_weight)
     call("moe.dispatch", impl, ids, weights, first_expert, num_local, *outs, counts)
     return outs
@@ -473,7 +473,7 @@ def combine(y: Tensor, row_of_slot: Tensor, shared: Tensor | None, out_dtype: to
     impl = select(op, y, impl=impl)
     if impl == "reference":
         return reference.combine(y, row_of_slot, shared, out_dtype)
-    out = torch.empty(t, n, dtype=out_dtype, device=y.device)
+    out = y.new_empty(t, n, dtype=out_dtype)
     if t and n:
         call(op, impl, y, row_of_slot, shared, out)
     return out
@@ -502,7 +502,7 @@ def combine_parts(
     impl = select("moe.combine", y, impl=impl)
     if impl == "reference":
         return reference.combine_parts(y, row_of_slot, parts, rank, shared)
-    out = torch.empty(t, n, dtype=y.dtype, device=y.device)
+    out = y.new_empty(t, n)
     if t and n:
         call(op, impl, y, row_of_slot, parts, rank, shared, out)
     return out
