@@ -16,6 +16,7 @@ from mini_deepinfer.model.moe import MoE
 from mini_deepinfer.model.rope import RopeTables
 from mini_deepinfer.model.step import Step, Trace
 from mini_deepinfer.ops import elementwise
+from mini_deepinfer.ops._dispatch import fixed_environment
 from mini_deepinfer.ops.linear import Activation, linear
 from mini_deepinfer.parallel import ExpertParallel
 from mini_deepinfer.stages import stage
@@ -166,6 +167,7 @@ class Model:
     ) -> None:
         self.config, self.profile, self.caches, self.parallel = config, profile, caches, parallel
         self.device = torch.device(device)
+        self.only_kernels = self.device.type == "cuda" and profile.compute_dtype == torch.bfloat16 and profile.activation_quant
         tables = RopeTables(config, max_model_len or config.max_position_embeddings, self.device)
         self.embed = weights.tensors["embed.weight"]
         self.head, self.norm = weights.tensors["head.weight"], weights.tensors["norm.weight"]
@@ -178,7 +180,7 @@ class Model:
         Every rank of the expert-parallel group must call this together, with zero tokens if it has none.
         trace(name, layer, tensor) receives intermediate tensors (tests and tools).
         """
-        with _one_thread(self.device):
+        with _one_thread(self.device), fixed_environment(only_kernels=self.only_kernels):
             return self._forward(batch, trace)
 
     def _forward(self, batch: PrefillBatch, trace: Trace | None) -> torch.Tensor:

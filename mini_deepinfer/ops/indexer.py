@@ -133,8 +133,8 @@ def _select_query(op: str, q: Tensor, impl: str | None) -> str:
 
 def _new_query(q: Tensor) -> tuple[Tensor, Tensor]:
     tokens, heads, head_dim = q.shape
-    codes = torch.empty((tokens, heads, head_dim // 2), dtype=torch.uint8, device=q.device)
-    return codes, torch.empty((tokens, heads, head_dim // 32), dtype=torch.uint8, device=q.device)
+    codes = q.new_empty((tokens, heads, head_dim // 2), dtype=torch.uint8)
+    return codes, q.new_empty((tokens, heads, head_dim // 32), dtype=torch.uint8)
 
 
 def _check_score(
@@ -258,7 +258,7 @@ def logits(
     if num_cols < 0:
         raise ValueError(f"{op}: num_cols must not be negative, got {num_cols}")
     if out is None:  # rows start on 128 bytes: topk reads them with 16-byte loads; the padding is never read
-        out = torch.empty((tokens, -(-num_cols // 64) * 64), dtype=weights.dtype, device=weights.device)[:, :num_cols]
+        out = weights.new_empty((tokens, -(-num_cols // 64) * 64))[:, :num_cols]
     else:
         check_operand(op, "out", out, (weights.dtype,), {"T": tokens, "n": num_cols}, weights)
     impl = select(op, weights, impl=impl)
@@ -309,7 +309,7 @@ def candidate_blocks(
         return torch.full((tokens, num_blocks), -1, dtype=torch.int32, device=logits.device)
     if impl == "reference":
         return reference.candidate_blocks(logits, visible, block_size, num_blocks)
-    blocks = torch.empty((tokens, num_blocks), dtype=torch.int32, device=logits.device)
+    blocks = logits.new_empty((tokens, num_blocks), dtype=torch.int32)
     call(op, impl, logits, visible, block_size, blocks)
     return blocks
 
@@ -351,7 +351,7 @@ def candidate_logits(
     check_operand(op, "candidates", candidates, (torch.int32,), {"T": tokens, "C": None}, q_codes)
     _check_positive(op, "block_size", block_size)
     impl = select(op, weights, impl=impl)
-    out = torch.empty((tokens, candidates.shape[1] * block_size), dtype=weights.dtype, device=weights.device)
+    out = weights.new_empty((tokens, candidates.shape[1] * block_size))
     if out.numel() == 0:
         return out
     operands = (q_codes, q_scale, weights, keys, page_table, seq_of_token, visible, entries_per_page, candidates, block_size)
@@ -419,8 +419,8 @@ def topk(
         return ids, torch.zeros(tokens, dtype=torch.int32, device=logits.device)
     if impl == "reference":
         return reference.topk(logits, visible, k, candidates, block_size)
-    ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
-    count = torch.empty(tokens, dtype=torch.int32, device=logits.device)
+    ids = logits.new_empty((tokens, k), dtype=torch.int32)
+    count = logits.new_empty(tokens, dtype=torch.int32)
     call(op, impl, logits, visible, candidates, block_size, ids, count)
     return ids, count
 
@@ -452,9 +452,9 @@ def topk_blocks(
         return ids, count, candidate_blocks(logits, visible, block_size, num_blocks, impl=impl)
     if impl == "reference":
         return reference.topk_blocks(logits, visible, k, block_size, num_blocks)
-    ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
-    count = torch.empty(tokens, dtype=torch.int32, device=logits.device)
-    blocks = torch.empty((tokens, num_blocks), dtype=torch.int32, device=logits.device)
+    ids = logits.new_empty((tokens, k), dtype=torch.int32)
+    count = logits.new_empty(tokens, dtype=torch.int32)
+    blocks = logits.new_empty((tokens, num_blocks), dtype=torch.int32)
     call(op, impl, logits, visible, block_size, ids, count, blocks)
     return ids, count, blocks
 

@@ -166,7 +166,7 @@ def test_loopback_does_rank_zeros_work(cuda, world):
     profile = NumericProfile(torch.bfloat16, True)
     weights = load_weights(TINY_A, config, rank=0, world=world, device="cuda")
     full = load_weights(TINY_A, config, device="cuda")
-    parallel = Loopback(world, config.n_routed_experts)
+    parallel = Loopback(world, config.n_routed_experts, cuda)
     g = torch.Generator().manual_seed(1)
     x = torch.randn(37, config.hidden_size, generator=g).bfloat16().cuda()
     moe = MoE(config, profile, config.layers[3], weights, parallel)

@@ -46,7 +46,7 @@ def _new_coefficients(streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, n, width = streams.shape
     floats = tokens * -(-width // 160) * (-(-(2 * n + n * n) // 8) * 8 + 4)
     workspace, pre, post, comb = (
-        torch.empty(shape, dtype=torch.float32, device=streams.device)
+        streams.new_empty(shape, dtype=torch.float32)
         for shape in ((floats,), (tokens, n), (tokens, n), (tokens, n, n))
     )
     return workspace, pre, post, comb
