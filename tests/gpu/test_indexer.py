@@ -373,6 +373,25 @@ def test_candidate_logits_of_many_long_sequences(cuda: torch.device, candidate_i
     assert_bitwise(out, indexer.candidate_logits(*on_gpu, impl="portable"), "against the portable kernel")
 
 
+def test_folded_scores_refuse_what_they_do_not_take(cuda: torch.device) -> None:
+    """The ops give such work to the portable kernel before; the kernels do not fall back by themselves."""
+    runnable("indexer.logits", "sm90")
+    wide, small = scene([0] * 40, [300] * 40, heads=33), scene([0] * 40, [300] * 40)
+    out, none = torch.zeros(40, 304, dtype=torch.bfloat16, device=cuda), torch.zeros(0, dtype=torch.uint8, device=cuda)
+    blocks = torch.arange(38, device=cuda).int().repeat(40, 1)
+    much = torch.zeros(1, (1 << 14) + 1, dtype=torch.int32, device=cuda)  # page table of more than 2^21 entries
+    for s, message in ((wide, "at most 32 heads of 128"), (small, "workspace must hold")):
+        with pytest.raises(RuntimeError, match=message):
+            call("indexer.logits", "sm90", *s.operands(cuda), none, out)
+        with pytest.raises(RuntimeError, match=message):
+            call("indexer.candidate_logits", "sm90", *s.operands(cuda), blocks, 8, none, out)
+    operands = small.operands(cuda)
+    with pytest.raises(RuntimeError, match="blocks of 8"):
+        call("indexer.candidate_logits", "sm90", *operands, blocks.repeat(1, 2), 4, none, out)
+    with pytest.raises(RuntimeError, match="at most 2097152 entries"):
+        call("indexer.candidate_logits", "sm90", *operands[:4], much, *operands[5:], blocks, 8, none, out)
+
+
 def test_candidate_scores_have_the_bits_of_the_dense_scores(
     cuda: torch.device, logits_impl: str, candidate_impl: str
 ) -> None:
