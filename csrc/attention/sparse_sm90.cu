@@ -418,10 +418,12 @@ struct ExpandedProducer : QueryProducer<kRotates, true> {
         return {at.item, at.first_slot, static_cast<uint32_t>(loaded) < static_cast<uint32_t>(limit) ? loaded : -1};
     }
     MDI_DEVICE const uint8_t* pool_row(int idx, int slot) const {
-        return (slot < params.num_window ? params.window : params.compressed) + static_cast<int64_t>(idx) * kExpandedRowBytes;
+        const bool in_window = slot < params.num_window || params.compressed == nullptr;
+        return (in_window ? params.window : params.compressed) + static_cast<int64_t>(idx) * kExpandedRowBytes;
     }
 
-    // What a lane copies in a step: 16 bytes of every 128 of four rows, four rows apart. A row that is not there is zero.
+    // What a lane copies in a step: 16 bytes of every 128 of four rows, four rows apart. A row that is not there is zero; its address is
+    // that of row 0, because branches here cost 3% of the kernel.
     struct LaneRows {
         const uint8_t* from[kLaneRows];
         uint32_t bytes[kLaneRows];  // 16 or 0
@@ -432,8 +434,7 @@ struct ExpandedProducer : QueryProducer<kRotates, true> {
         for (int j = 0; j < kLaneRows; ++j) {
             const int row = lane / 8 + 4 * j, idx = __shfl_sync(~0u, step.idx, row);
             rows.bytes[j] = idx >= 0 ? 16 : 0;
-            rows.from[j] = params.window;  // nothing is read
-            if (idx >= 0) rows.from[j] = pool_row(idx, step.first_slot + warp * kWarpRows + row) + lane % 8 * 16;
+            rows.from[j] = pool_row(max_of(idx, 0), step.first_slot + warp * kWarpRows + row) + lane % 8 * 16;
         }
         return rows;
     }
