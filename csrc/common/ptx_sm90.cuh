@@ -115,11 +115,6 @@ MDI_DEVICE void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// cp.async.mbarrier.arrive.noinc.shared::cta.b64: one arrival, when this thread's cp.async copies so far have landed
-MDI_DEVICE void cp_async_mbarrier_arrive(uint32_t barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // cp.async.bulk.shared::cluster.global.mbarrier: plain copy without a tensor map; addresses and bytes are multiples of 16
 MDI_DEVICE void bulk_load(uint32_t smem, const void* global, uint32_t bytes, uint32_t barrier) {
     asm volatile(
