@@ -93,19 +93,6 @@ MDI_DEVICE void fence_registers(uint32_t (&a)[kCount]) {
     MDI_WGMMA_D_16, \
     "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
     "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define MDI_WGMMA_TEXT_48 \
-    MDI_WGMMA_TEXT_32 ", " \
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define MDI_WGMMA_D_48 \
-    MDI_WGMMA_D_32, \
-    "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
-    "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-#define MDI_WGMMA_TEXT_56 \
-    MDI_WGMMA_TEXT_48 ", " \
-    "%48, %49, %50, %51, %52, %53, %54, %55"
-#define MDI_WGMMA_D_56 \
-    MDI_WGMMA_D_48, \
-    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
 #define MDI_WGMMA_TEXT_64 \
     MDI_WGMMA_TEXT_32 ", " \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
@@ -214,14 +201,16 @@ MDI_DEVICE void wgmma_e4m3_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64
 // A and B from shared memory, K-major.
 template <int kN>
 MDI_DEVICE void wgmma_e4m3_ss(float (&d)[kN / 2], uint64_t descriptor_a, uint64_t descriptor_b, bool accumulate) {
-    static_assert(kN == 96 || kN == 112 || kN == 128, "wgmma: N is 96, 112 or 128 here");
+    static_assert(kN == 32 || kN == 64 || kN == 128 || kN == 256, "wgmma: N is 32, 64, 128 or 256 here");
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if constexpr (kN == 96) {
-        MDI_WGMMA_SS("m64n96k32", "e4m3.e4m3", 48, 48, 49, 50, "",);
-    } else if constexpr (kN == 112) {
-        MDI_WGMMA_SS("m64n112k32", "e4m3.e4m3", 56, 56, 57, 58, "",);
+    if constexpr (kN == 32) {
+        MDI_WGMMA_SS("m64n32k32", "e4m3.e4m3", 16, 16, 17, 18, "",);
+    } else if constexpr (kN == 64) {
+        MDI_WGMMA_SS("m64n64k32", "e4m3.e4m3", 32, 32, 33, 34, "",);
     } else if constexpr (kN == 128) {
         MDI_WGMMA_SS("m64n128k32", "e4m3.e4m3", 64, 64, 65, 66, "",);
+    } else if constexpr (kN == 256) {
+        MDI_WGMMA_SS("m64n256k32", "e4m3.e4m3", 128, 128, 129, 130, "",);
     }
 #elif defined(__CUDA_ARCH__)
     __trap();  // compiled for another architecture: name the file *_sm90.cu

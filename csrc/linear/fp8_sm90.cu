@@ -2,37 +2,36 @@
 //     out[t, o] = bf16( sum over k of codes[t, g, k] * weight[o, k] * row_scale[t, g] ) * weight_scale[o],   g = o / (O / groups)
 // The tensor core's own sums have about 14 bits: after every 128 of K they are multiplied by the row's scale and added to fp32
 // sums. Weight scales are powers of two and are applied after the rounding. An output's bits depend on its row of codes and
-// its row of weights only: not on T, its place in a tile, or the width of the tiles.
+// its row of weights only, not on T or its place in a tile.
 //
-// A cluster of two blocks computes 256 rows x 192, 224 or 256 columns, each block 128 of the rows. Both blocks need the same
-// weights: each fetches half of them by TMA and multicasts. Block roles (384 threads):
-//   warp 0     TMA into a ring of four stages of 128 of K: 128 rows of codes and the tile's rows of weights (128-byte swizzle)
+// A cluster of two blocks computes 256 rows x 256 columns, each block 128 of the rows. Both blocks need the same weights: each
+// fetches half of them by TMA and multicasts. Block roles (384 threads):
+//   warp 0     TMA into a ring of four stages of 128 of K: 128 rows of codes and 256 of weights (128-byte swizzle)
 //   warp 1     the scales and the place of the next tile
-//   warpgroups 1, 2 (64 rows each)    per stage, for each half of the columns: wait for the chain of four wgmma m64nNk32 that
-//     is under way, add what it brought to the half's sums, issue the next chain. The other warpgroup's chain runs meanwhile.
+//   warpgroups 1, 2 (64 rows each)    per stage, for each half of the columns: wait for the chain of four wgmma m64n128k32
+//     that is under way, add what it brought to the half's sums, issue the next chain. The other warpgroup's chain runs meanwhile.
 // A chain is always under way: those of the next tile's first stage are issued before the halves of a tile are stored, each
 // half just before the chain whose result takes its place. After the last tile one chain more runs over whatever is there.
 //
-// What limits it, on an H200 (4,096 x 8192 -> 5120): 1.10 of the tensor core's own cycles at the 1.5 GHz that the power limit
-// leaves. One chain a stage (kHalves = 1, 160 or 192 columns) takes 1.3 to 1.4: both warpgroups then wait for the same barrier,
-// multiply at the same time and add at the same time. Wide tiles also need fewer bytes a product: loading alone takes 0.9 of
-// the tensor cycles with 192 columns.
+// What limits it, measured on an H200: a stage takes 1.06 of its tensor cycles, and the clock is what the power limit leaves (1.5 GHz).
+// Storing a tile takes the time of about two stages more, latencies of shared memory and TMA mostly, whatever K is; and the last
+// tiles may not fill the GPU. Narrower tiles are slower: 192 columns (of one chain or two) take 1.31 of their tensor cycles a stage,
+// 224 columns 1.1. No difference: multicast or not; prefetching into L2 makes it slower.
 //
-// Epilogue, per warp and half: sums -> bf16 -> weight scales -> stmatrix -> boxes of 16 rows x 64 (32) columns -> TMA store,
-// which leaves out what lies outside the result. Staging is written again after a chain, when TMA has long read it.
+// Epilogue, per warp and half: sums -> bf16 -> weight scales -> stmatrix -> two boxes of 16 rows x 64 columns -> TMA store,
+// which leaves out what lies outside the result.
 // Tiles: rows fastest, so that weights are read from memory once and codes stay in L2.
 //
 // Barriers: full[s] counts the block's own producer, with all bytes of both halves; empty[s] one arrival per consumer warp of
 // both blocks, because a stage is overwritten in both at once: lane r of a warp arrives in block r; info_full[i] the lanes of
 // warp 1, info_empty[i] the consumer warps.
-// Shared memory at 256 columns 226 KiB: ring 4 x 48, staging 32, infos 2. Registers 232 x 256 + 40 x 128: 128 fp32 sums, 64 of
-// the tensor core.
+// Shared memory 226 KiB: ring 4 x 48, staging 32, infos 2. Registers 232 x 256 + 40 x 128: 128 fp32 sums, 64 of the tensor core.
 // SASS: QGMMA
 // Limits: K a multiple of 16, O of 8; of several groups O / groups a multiple of 64. Rows and columns past the end are read as
 // zeros and not written.
 #include "common/launch.h"
-#include "common/ptx_sm90.cuh"
 #include "common/number_formats.cuh"
+#include "common/ptx_sm90.cuh"
 #include "common/tma_sm90.h"
 #include "common/wgmma_sm90.cuh"
 #include "linear/linear.h"
@@ -41,51 +40,47 @@ namespace mdi::linear {
 namespace {
 
 constexpr int kCluster = 2;
-constexpr int kRows = 128;       // of a block
-constexpr int kWarpRows = 16;
-constexpr int kHalves = 2;       // of a tile's columns
+constexpr int kRows = 128;                    // of a block
+constexpr int kHalves = 2, kHalf = 128;       // of a tile's columns
+constexpr int kColumns = kHalves * kHalf;
 constexpr int kBlockK = 128;
 constexpr int kStages = 4;
-constexpr int kConsumerWarps = 8;
+constexpr int kConsumerWarps = 8, kWarpRows = 16;
 constexpr int kThreads = 128 + 32 * kConsumerWarps;
-constexpr int kStoreColumns = 128;  // stored at a time
+constexpr int kBox = 64;                      // columns of a store
+constexpr int kBoxBytes = kWarpRows * kBox * 2;
 constexpr int kInfos = 2;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 // What the consumers want to know about a tile
-template <int kColumns>
 struct alignas(16) Info {
-    // Lane l multiplies the pairs 8 n + 2 (l % 4) of a row of sums: those of one l lie together, padded against bank conflicts
-    static constexpr int kPitch = kColumns / 8 + (kColumns == 256 ? 4 : 0);
+    // Lane l multiplies the pairs 8 n + 2 (l % 4) of a row of sums: those of one l % 4 lie together, padded against bank conflicts
+    static constexpr int kPitch = kColumns / 8 + 4;
     float rows[kRows];
     uint32_t columns[4 * kPitch];  // pairs of bf16
     int first_row, first_column, last_column;
 };
 
-template <int kColumns>
 struct SharedStorage {
     alignas(1024) uint8_t rows[kStages][kRows * kBlockK];        // 128-byte swizzle
     alignas(1024) uint8_t columns[kStages][kColumns * kBlockK];  // the same
-    alignas(1024) uint8_t staged[kConsumerWarps][kWarpRows * kStoreColumns * 2];  // boxes [16 rows][64 or 32 columns], swizzled
-    Info<kColumns> info[kInfos];
+    alignas(1024) uint8_t staged[kConsumerWarps][kHalf / kBox * kBoxBytes];  // the same
+    Info info[kInfos];
     alignas(8) uint64_t full[kStages];
     uint64_t empty[kStages];
     uint64_t info_full[kInfos];
     uint64_t info_empty[kInfos];
 };
-static_assert(sizeof(SharedStorage<256>) <= 227 * 1024, "shared memory");
+static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory");
 
 struct Maps {
     CUtensorMap rows;     // boxes of 128 rows x 128 bytes
-    CUtensorMap columns;  // boxes of half the tile's weight rows x 128 bytes
-    CUtensorMap out;      // boxes of 16 rows x kBox columns
+    CUtensorMap columns;  // boxes of half a tile's weight rows x 128 bytes
+    CUtensorMap out;      // boxes of 16 rows x 64 columns
 };
 
-// Columns of a box of the result
-constexpr int box_of(int columns) { return columns % 64 == 0 ? 64 : 32; }
-
-__host__ __device__ __forceinline__ int tiles_of(const Fp8Params& p, int columns) {  // clusters' tiles
-    return ceil_div(p.num_rows, kCluster * kRows) * ceil_div(p.num_columns / p.groups, columns) * p.groups;
+__host__ __device__ __forceinline__ int tiles_of(const Fp8Params& p) {  // of clusters
+    return ceil_div(p.num_rows, kCluster * kRows) * ceil_div(p.num_columns / p.groups, kColumns) * p.groups;
 }
 
 // This block's tile of a round: columns first_column .. of `group`, up to last_column
@@ -94,7 +89,6 @@ struct Tile {
     bool exists;
 };
 
-template <int kColumns>
 __device__ __forceinline__ Tile find_tile(const Fp8Params& p, int round) {
     const int row_tiles = ceil_div(p.num_rows, kCluster * kRows), group_columns = p.num_columns / p.groups;
     const int column_tiles = ceil_div(group_columns, kColumns);  // of a group
@@ -106,14 +100,13 @@ __device__ __forceinline__ Tile find_tile(const Fp8Params& p, int round) {
 }
 
 // One thread fills the ring: this block's rows, and its half of the weights for both blocks.
-template <int kColumns>
-__device__ void produce(SharedStorage<kColumns>& shared, const Fp8Params& p, const Maps& maps) {
+__device__ void produce(SharedStorage& shared, const Fp8Params& p, const Maps& maps) {
     const int share = static_cast<int>(ptx::cluster_rank()) * (kColumns / kCluster), num_steps = ceil_div(p.k, kBlockK);
     int stage = 0;
     uint32_t phase = 0;
     const auto wait_empty = [&] { ptx::mbarrier_wait(ptx::smem_address(&shared.empty[stage]), phase ^ 1); };
     for (int round = 0;; ++round) {
-        const Tile tile = find_tile<kColumns>(p, round);
+        const Tile tile = find_tile(p, round);
         if (!tile.exists) break;
         for (int step = 0; step < num_steps; ++step) {
             wait_empty();
@@ -131,12 +124,11 @@ __device__ void produce(SharedStorage<kColumns>& shared, const Fp8Params& p, con
 }
 
 // One warp: scales and place of each tile
-template <int kColumns>
-__device__ void inform(SharedStorage<kColumns>& shared, const Fp8Params& p) {
-    constexpr int kRowTimes = kRows / 32, kPairTimes = (kColumns / 2 + 31) / 32;
+__device__ void inform(SharedStorage& shared, const Fp8Params& p) {
+    constexpr int kRowTimes = kRows / 32, kPairTimes = kColumns / 2 / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     for (int round = 0;; ++round) {
-        const Tile tile = find_tile<kColumns>(p, round);
+        const Tile tile = find_tile(p, round);
         if (!tile.exists) break;
         float rows[kRowTimes];
         uint32_t pairs[kPairTimes];
@@ -152,14 +144,14 @@ __device__ void inform(SharedStorage<kColumns>& shared, const Fp8Params& p) {
             pairs[i] = ptx::pack_bf16x2(v.x, v.y);
         }
         const int slot = round % kInfos;
-        Info<kColumns>& info = shared.info[slot];
+        Info& info = shared.info[slot];
         ptx::mbarrier_wait(ptx::smem_address(&shared.info_empty[slot]), (round / kInfos % 2) ^ 1);
 #pragma unroll
         for (int i = 0; i < kRowTimes; ++i) info.rows[lane + 32 * i] = rows[i];
 #pragma unroll
         for (int i = 0; i < kPairTimes; ++i) {
             const int pair = lane + 32 * i;
-            if (pair < kColumns / 2) info.columns[pair % 4 * info.kPitch + pair / 4] = pairs[i];
+            info.columns[pair % 4 * Info::kPitch + pair / 4] = pairs[i];
         }
         if (lane == 0) info.first_row = tile.first_row, info.first_column = tile.first_column, info.last_column = tile.last_column;
         ptx::mbarrier_arrive(ptx::smem_address(&shared.info_full[slot]));
@@ -182,47 +174,43 @@ __device__ __forceinline__ void arrive_in_block(uint32_t barrier) {
 __device__ __forceinline__ uint64_t descriptor(uint32_t low) { return uint64_t{0x40000040} << 32 | low; }
 __device__ __forceinline__ uint32_t descriptor_low(uint32_t smem) { return smem >> 4 | 1u << 16; }
 
-template <int kN>
 struct Consumer {
-    static constexpr int kColumns = kHalves * kN, kBox = box_of(kColumns);
-    using Shared = SharedStorage<kColumns>;
-
-    Shared& shared;
+    SharedStorage& shared;
     const Maps& maps;
-    int warp;                     // of the consumers
+    int warp;                       // of the consumers
+    bool releases;
     uint32_t rows, columns;       // low words of the descriptors of stage 0
     uint32_t full, empty;         // barriers of stage 0 (empty: in block lane % 2)
-    bool releases;
     uint32_t stage = 0, phase = 0;  // of the chain under way
 
-    __device__ __forceinline__ Consumer(Shared& shared, const Maps& maps) : shared(shared), maps(maps) {
+    __device__ __forceinline__ Consumer(SharedStorage& shared, const Maps& maps) : shared(shared), maps(maps) {
         // a broadcast, so that the compiler knows these to be the same in a warp and keeps them in uniform registers
         const uint32_t base = __shfl_sync(0xffffffffu, ptx::smem_address(&shared), 0);
         warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0) - 4;
         const int lane = lane_number();
-        rows = descriptor_low(base + static_cast<uint32_t>(offsetof(Shared, rows)) + warp / 4 * 64 * kBlockK);
-        columns = descriptor_low(base + static_cast<uint32_t>(offsetof(Shared, columns)));
-        full = base + static_cast<uint32_t>(offsetof(Shared, full));
+        rows = descriptor_low(base + static_cast<uint32_t>(offsetof(SharedStorage, rows)) + warp / 4 * 64 * kBlockK);
+        columns = descriptor_low(base + static_cast<uint32_t>(offsetof(SharedStorage, columns)));
+        full = base + static_cast<uint32_t>(offsetof(SharedStorage, full));
         releases = lane < kCluster;
-        empty = ptx::map_to_rank(base + static_cast<uint32_t>(offsetof(Shared, empty)), lane % kCluster);
+        empty = ptx::map_to_rank(base + static_cast<uint32_t>(offsetof(SharedStorage, empty)), lane % kCluster);
     }
 
     __device__ __forceinline__ void wait_full() const { ptx::mbarrier_wait(full + stage * 8, phase); }
 
     // This warpgroup's 64 rows times a half of the stage's weight rows
-    __device__ __forceinline__ void multiply(int half, float (&part)[kN / 2]) const {
+    __device__ __forceinline__ void multiply(int half, float (&part)[kHalf / 2]) const {
         const uint64_t a = descriptor(rows + stage * (kRows * kBlockK / 16));
-        const uint64_t b = descriptor(columns + stage * (kColumns * kBlockK / 16) + half * (kN * kBlockK / 16));
+        const uint64_t b = descriptor(columns + stage * (kColumns * kBlockK / 16) + half * (kHalf * kBlockK / 16));
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-            wgmma_e4m3_ss<kN>(part, advance_descriptor(a, 32 * j), advance_descriptor(b, 32 * j), j > 0);
+            wgmma_e4m3_ss<kHalf>(part, advance_descriptor(a, 32 * j), advance_descriptor(b, 32 * j), j > 0);
         wgmma_commit();
     }
 
     // The chain of `half` ends: add(part), and the next chain begins.
     template <class Add>
-    __device__ __forceinline__ void turn(int half, float (&part)[kN / 2], const Add& add) {
+    __device__ __forceinline__ void turn(int half, float (&part)[kHalf / 2], const Add& add) {
         const uint32_t now = stage;
         if (half == kHalves - 1) {
             const bool wrap = stage == kStages - 1;
@@ -238,58 +226,48 @@ struct Consumer {
         multiply((half + 1) % kHalves, part);
     }
 
-    // kWidth columns of this warp's rows from kFirst on; sums: of the whole tile
-    template <int kFirst, int kWidth>
-    __device__ __forceinline__ void store(const Info<kColumns>& info, const float* sums) const {
+    // This warp's rows of a half: sums -> result
+    __device__ __forceinline__ void store(int half, const Info& info, const float (&sums)[kHalf / 2]) const {
         constexpr int kBlocks = kBox / 8;  // of eight columns, in a box
         const int lane = lane_number();
         const uint32_t staged = ptx::smem_address(shared.staged[warp]);
-        // lane l gives the address of row l % 16 in column block n + l / 16; blocks are swizzled by 128 (64) bytes
+        // lane l gives the address of row l % 16 in column block n + l / 16, which the swizzle has at (n + l / 16) ^ (l % 8) of a box
         const uint32_t row = staged + lane % 16 * (kBox * 2);
-        const uint32_t swizzled = (lane / 16) ^ (kBox == 64 ? lane % 8 : lane / 2 % 4);
-        const uint32_t* scales = info.columns + lane % 4 * info.kPitch + kFirst / 8;
+        const uint32_t swizzled = (lane / 16) ^ (lane % 8);
+        const uint32_t* scales = info.columns + lane % 4 * Info::kPitch + half * kHalf / 8;
         if (lane == 0) ptx::bulk_wait_read<0>();
         __syncwarp();
 #pragma unroll
-        for (int n = 0; n < kWidth / 8; n += 4) {
+        for (int n = 0; n < kHalf / 8; n += 4) {
             const uint4 four = *reinterpret_cast<const uint4*>(scales + n);
             const uint32_t scale[4] = {four.x, four.y, four.z, four.w};
-            const float* values = sums + (kFirst / 8 + n) * 4;
 #pragma unroll
-            for (int m = 0; m < 4; m += 2) {
+            for (int m = n; m < n + 4; m += 2) {
                 uint32_t v[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    v[i] = bf16x2_product(ptx::pack_bf16x2(values[4 * m + 2 * i], values[4 * m + 2 * i + 1]), scale[m + i / 2]);
-                ptx::stmatrix_x4(row + (n + m) / kBlocks * (kWarpRows * kBox * 2) + ((swizzled ^ ((n + m) % kBlocks)) << 4), v[0],
-                                 v[1], v[2], v[3]);
+                    v[i] = bf16x2_product(ptx::pack_bf16x2(sums[4 * m + 2 * i], sums[4 * m + 2 * i + 1]), scale[m - n + i / 2]);
+                ptx::stmatrix_x4(row + m / kBlocks * kBoxBytes + ((swizzled ^ (m % kBlocks)) << 4), v[0], v[1], v[2], v[3]);
             }
         }
         ptx::fence_proxy_async();
         __syncwarp();
         if (lane == 0) {
-            const int first_row = info.first_row + warp * kWarpRows, first_column = info.first_column + kFirst;
+            const int first_row = info.first_row + warp * kWarpRows, first_column = info.first_column + half * kHalf;
 #pragma unroll
-            for (int b = 0; b < kWidth / kBox; ++b)
+            for (int b = 0; b < kHalf / kBox; ++b)
                 if (first_column + b * kBox < info.last_column)
-                    ptx::tma_store_2d(&maps.out, staged + b * (kWarpRows * kBox * 2), first_column + b * kBox, first_row);
+                    ptx::tma_store_2d(&maps.out, staged + b * kBoxBytes, first_column + b * kBox, first_row);
             ptx::bulk_commit();
         }
     }
 
-    __device__ __forceinline__ void store_half(int half, const Info<kColumns>& info, const float (&sums)[kHalves][kN / 2]) const {
-        if (half == 0)
-            store<0, kStoreColumns>(info, &sums[0][0]);  // of 192 and 224 columns the first part reaches into the second half
-        else
-            store<kStoreColumns, kColumns - kStoreColumns>(info, &sums[0][0]);
-    }
-
     __device__ __forceinline__ void run(const Fp8Params& p) {
-        const int num_tiles = tiles_of(p, kColumns), clusters = static_cast<int>(gridDim.x) / kCluster;
+        const int num_tiles = tiles_of(p), clusters = static_cast<int>(gridDim.x) / kCluster;
         const int num_steps = ceil_div(p.k, kBlockK);
         int tile = static_cast<int>(blockIdx.x) / kCluster;
         if (tile >= num_tiles) return;
-        float sums[kHalves][kN / 2], part[kN / 2], scale[2];
+        float sums[kHalves][kHalf / 2], part[kHalf / 2], scale[2];
         const auto read_scales = [&](int round) {
             const int slot = round % kInfos;
             ptx::mbarrier_wait(ptx::smem_address(&shared.info_full[slot]), round / kInfos % 2);
@@ -298,12 +276,12 @@ struct Consumer {
         const auto turns = [&](int half) {
             turn(half, part, [&] {
 #pragma unroll
-                for (int i = 0; i < kN / 2; ++i) sums[half][i] = fmaf(part[i], scale[i / 2 % 2], sums[half][i]);
+                for (int i = 0; i < kHalf / 2; ++i) sums[half][i] = fmaf(part[i], scale[i / 2 % 2], sums[half][i]);
             });
         };
         const auto clear = [&](int half) {
 #pragma unroll
-            for (int i = 0; i < kN / 2; ++i) sums[half][i] = 0.0f;
+            for (int i = 0; i < kHalf / 2; ++i) sums[half][i] = 0.0f;
         };
         wait_full();
         multiply(0, part);
@@ -321,7 +299,7 @@ struct Consumer {
             if (more) read_scales(round + 1);
 #pragma unroll
             for (int half = 0; half < kHalves; ++half) {
-                store_half(half, shared.info[round % kInfos], sums);
+                store(half, shared.info[round % kInfos], sums[half]);
                 clear(half);
                 if (more) turns(half);
             }
@@ -335,11 +313,9 @@ struct Consumer {
     }
 };
 
-template <int kN>
 __global__ void __launch_bounds__(kThreads, 1)
     fp8_sm90_kernel(const __grid_constant__ Fp8Params params, const __grid_constant__ Maps maps) {
-    using Shared = SharedStorage<kHalves * kN>;
-    Shared& shared = *reinterpret_cast<Shared*>(dynamic_smem());
+    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem());
     if (threadIdx.x == 0) {
         ptx::prefetch_tensor_map(&maps.rows);
         ptx::prefetch_tensor_map(&maps.columns);
@@ -363,51 +339,29 @@ __global__ void __launch_bounds__(kThreads, 1)
         __syncwarp();
     } else {
         ptx::setmaxnreg_inc<kConsumerRegisters>();
-        Consumer<kN>(shared, maps).run(params);
+        Consumer(shared, maps).run(params);
     }
     ptx::cluster_arrive();  // the other block may still write into this one's shared memory
     ptx::cluster_wait();
 }
 
-template <int kN>
-void launch_columns(const Fp8Params& p, int num_clusters) {
-    constexpr int kColumns = kHalves * kN, kBox = box_of(kColumns);
+}  // namespace
+
+void launch_fp8_sm90(const Fp8Params& p) {
+    const char* op = "linear.fp8";
+    if (p.num_rows == 0 || p.num_columns == 0) return;
+    int device = 0, num_sms = 0;
+    check_cuda(op, cudaGetDevice(&device));
+    check_cuda(op, cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     const auto k = static_cast<uint64_t>(p.k), groups = static_cast<uint64_t>(p.groups);
     const auto num_rows = static_cast<uint64_t>(p.num_rows), num_columns = static_cast<uint64_t>(p.num_columns);
     Maps maps;
     maps.rows = make_tensor_map({"linear.fp8: codes", TmaType::kUint8, p.codes, 2, {groups * k, num_rows}, {groups * k}, {kBlockK, kRows}});
     maps.columns = make_tensor_map({"linear.fp8: weight", TmaType::kUint8, p.weight, 2, {k, num_columns}, {k},
                                     {kBlockK, kColumns / kCluster}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B});
-    maps.out = make_tensor_map({"linear.fp8: out", TmaType::kBf16, p.out, 2, {num_columns, num_rows}, {2 * num_columns},
-                                {kBox, kWarpRows}, kBox == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B});
-    launch("linear.fp8", fp8_sm90_kernel<kN>,
-           {dim3(static_cast<unsigned>(num_clusters * kCluster)), dim3(kThreads), sizeof(SharedStorage<kColumns>), p.stream, kCluster},
-           p, maps);
-}
-
-}  // namespace
-
-void launch_fp8_sm90(const Fp8Params& params) {
-    const char* op = "linear.fp8";
-    if (params.num_rows == 0 || params.num_columns == 0) return;
-    int device = 0, num_sms = 0;
-    check_cuda(op, cudaGetDevice(&device));
-    check_cuda(op, cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-    // The width whose last round wastes least. Besides the products a stage costs about 20 columns' time and a tile about 100.
-    int best = 0, clusters = 0;
-    int64_t least = 0;
-    for (const int columns : {256, 224, 192}) {
-        const int tiles = tiles_of(params, columns), side_by_side = min_of(tiles, num_sms / kCluster);
-        const int64_t steps = ceil_div(params.k, kBlockK), rounds = ceil_div(tiles, side_by_side);
-        const int64_t time = rounds * (steps * (columns + 20) + 100);
-        if (best == 0 || time < least) best = columns, least = time, clusters = side_by_side;
-    }
-    if (best == 256)
-        launch_columns<128>(params, clusters);
-    else if (best == 224)
-        launch_columns<112>(params, clusters);
-    else
-        launch_columns<96>(params, clusters);
+    maps.out = make_tensor_map({"linear.fp8: out", TmaType::kBf16, p.out, 2, {num_columns, num_rows}, {2 * num_columns}, {kBox, kWarpRows}});
+    const auto clusters = static_cast<unsigned>(min_of(tiles_of(p), num_sms / kCluster));
+    launch(op, fp8_sm90_kernel, {dim3(clusters * kCluster), dim3(kThreads), sizeof(SharedStorage), p.stream, kCluster}, p, maps);
 }
 
 }  // namespace mdi::linear

@@ -99,7 +99,7 @@ def test_a_row_does_not_depend_on_the_others(cuda: torch.device, sm90: str, grou
 
 
 def test_a_column_does_not_depend_on_the_others(cuda: torch.device, sm90: str) -> None:
-    """Widths of 192, 224 and 256 columns give the same bits."""
+    """Nor on its place in a tile."""
     codes, row_scale, weight, weight_scale = operands(2048, 1, 528, 5120, cuda)
     whole = fp8(codes, row_scale, weight, weight_scale, impl=sm90)
     for columns in (slice(0, 192), slice(8, 1800), slice(2560, 5120), slice(5112, 5120)):
