@@ -92,8 +92,8 @@ struct SparseParams {
     const float* sink;              // [H], a scaled logit, only in the denominator
     SparseRotary rotary;            // Hopper kernels only
     __nv_bfloat16* out;             // [T, H, 512], contiguous; nullptr: codes
-    uint8_t* codes;                 // [H/8, T, 8 * 512] E4M3 of the rotated output, eight heads a row, folded; needs rotary, H % 8 == 0
-    float* row_scale;               // [H/8, T] of codes, powers of two
+    uint8_t* codes;                 // [T, H/8, 8 * 512] E4M3 of the rotated output, eight heads a row, folded; needs rotary, H % 8 == 0
+    float* row_scale;               // [T, H/8] of codes, powers of two
     cudaStream_t stream;
 };
 

@@ -298,12 +298,12 @@ inline void sparse_rope_quant(const Tensor& q, const Tensor& window, const Tenso
     const int64_t groups = params.num_heads / kCodeHeads;
     MDI_CHECK_DEVICE(op, codes, scope.device);
     MDI_CHECK_DTYPE(op, codes, ScalarType::Float8_e4m3fn);
-    MDI_CHECK_SHAPE(op, codes, {"g", groups}, {"T", params.num_tokens}, {"K", kCodeHeads * kHeadDim});
+    MDI_CHECK_SHAPE(op, codes, {"T", params.num_tokens}, {"g", groups}, {"K", kCodeHeads * kHeadDim});
     MDI_CHECK_CONTIGUOUS(op, codes);
     MDI_CHECK_ALIGN(op, codes, 8);
     MDI_CHECK_DEVICE(op, row_scale, scope.device);
     MDI_CHECK_DTYPE(op, row_scale, ScalarType::Float);
-    MDI_CHECK_SHAPE(op, row_scale, {"g", groups}, {"T", params.num_tokens});
+    MDI_CHECK_SHAPE(op, row_scale, {"T", params.num_tokens}, {"g", groups});
     MDI_CHECK_CONTIGUOUS(op, row_scale);
     params.codes = data<uint8_t>(codes);
     params.row_scale = data<float>(row_scale);

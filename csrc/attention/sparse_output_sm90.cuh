@@ -61,9 +61,9 @@ struct Rotation {
     MDI_DEVICE uint4 inverse(const uint4& x) const { return rotate_eight(x, angles, true); }
 };
 
-// The row of codes that has a head of a token
-MDI_DEVICE int64_t code_row(const SparseParams& params, int head, int token) {
-    return static_cast<int64_t>(head / kCodeHeads) * params.num_tokens + token;
+// A head of a token among the [T, H] of the output, plain or as codes
+MDI_DEVICE int64_t output_row(const SparseParams& params, int head, int token) {
+    return static_cast<int64_t>(token) * params.num_heads + head;
 }
 
 // The chunks of O that a consumer's thread takes: a warp has 16 heads, four at a time, eight lanes each.
@@ -77,15 +77,9 @@ struct OutputPlace {
     MDI_DEVICE uint32_t staged(const uint8_t* tile, int atom, int i) const {
         return (address_of(tile) + atom_offset(first_row, chunk) ^ (i % 2 * 64)) + atom * kAtomBytes + i * kRowStep * 128;
     }
-    MDI_DEVICE bf16* out(const SparseParams& params, int item) const {
-        const int head = first_head_of(params, item) + first_row;
-        return params.out + (static_cast<int64_t>(token_of(params, item)) * params.num_heads + head) * kHeadDim + chunk * 8;
-    }
-    // of column 0 of the first row's chunks, in the row of codes of the warp's first head
-    MDI_DEVICE uint8_t* codes(const SparseParams& params, int item) const {
-        const int head = first_head_of(params, item) + first_row;
-        const int64_t row = code_row(params, head, token_of(params, item));
-        return params.codes + (row * kCodeHeads + head % kCodeHeads) * kHeadDim + chunk * 8;
+    // Where the thread's first chunk goes in params.out or params.codes
+    MDI_DEVICE int64_t offset(const SparseParams& params, int item) const {
+        return output_row(params, first_head_of(params, item) + first_row, token_of(params, item)) * kHeadDim + chunk * 8;
     }
 };
 
@@ -171,13 +165,12 @@ MDI_DEVICE void store_empty(const SparseParams& params, int token, int first_hea
             if (rotation.any) v = rotation.inverse(v);
         }
         if constexpr (kOutput != Output::kCodes) {
-            reinterpret_cast<uint4*>(params.out)[(static_cast<int64_t>(token) * params.num_heads + head) * kChunks + chunk] = v;
+            reinterpret_cast<uint4*>(params.out)[output_row(params, head, token) * kChunks + chunk] = v;
         } else {
             const int byte = scale_byte(0);
-            const int64_t row = code_row(params, head, token);
-            reinterpret_cast<uint2*>(params.codes)[(row * kCodeHeads + head % kCodeHeads) * kChunks + chunk] =
-                encode_chunk<false>(scaled(v, inverse_scale(byte)));
-            if (head % kCodeHeads == 0 && chunk == 0) params.row_scale[row] = e8m0_decode(static_cast<uint8_t>(byte));
+            const int64_t row = output_row(params, head, token);
+            reinterpret_cast<uint2*>(params.codes)[row * kChunks + chunk] = encode_chunk<false>(scaled(v, inverse_scale(byte)));
+            if (head % kCodeHeads == 0 && chunk == 0) params.row_scale[row / kCodeHeads] = e8m0_decode(static_cast<uint8_t>(byte));
         }
     }
 }

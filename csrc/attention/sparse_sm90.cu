@@ -709,7 +709,7 @@ struct Consumer {
         }
         __syncwarp();
         if constexpr (kOutput != Output::kCodes) {
-            bf16* out = place.out(params, item) + group * kHalfDims;
+            bf16* out = params.out + place.offset(params, item) + group * kHalfDims;
 #pragma unroll
             for (int part = 0; part < kHalfDims / 64; ++part) {
                 const bool rotates = kOutput == Output::kRotated && part == kHalfDims / 64 - 1 && rotation.any;
@@ -754,8 +754,7 @@ struct Consumer {
         if (head >= num_heads) return;
 
         // First as if one rounding were enough, without a branch; then again the rows of chunks in which it is not for some lane.
-        uint8_t* to = place.codes(params, item) + group * kHalfDims;
-        const int64_t next_row = static_cast<int64_t>(params.num_tokens) * (kCodeHeads * kHeadDim);
+        uint8_t* to = params.codes + place.offset(params, item) + group * kHalfDims;
         const int rows = head + kCodeHeads < num_heads ? kRows : kRows / 2;
         uint32_t inexact = 0;
 #pragma unroll
@@ -766,7 +765,7 @@ struct Consumer {
             for (int part = 0; part < kParts; ++part) {
                 const uint4 v = load_shared_v4(place.staged(tile, part, i));
                 const uint2 codes = encode_at_row<!kExpanded>(v, row_byte[2 * i / kRows], exact);
-                *reinterpret_cast<uint2*>(to + i / 2 * next_row + i % 2 * OutputPlace::kRowStep * kHeadDim + part * 64) = codes;
+                *reinterpret_cast<uint2*>(to + i * OutputPlace::kRowStep * kHeadDim + part * 64) = codes;
             }
             if (!__all_sync(~0u, exact)) inexact |= 1u << i;
         }
@@ -782,12 +781,12 @@ struct Consumer {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const uint2 codes = fold_chunk<!kExpanded>(v[part + j], group_max >> (j * 16) & 0xffffu, byte);
-                    *reinterpret_cast<uint2*>(to + i / 2 * next_row + i % 2 * OutputPlace::kRowStep * kHeadDim + (part + j) * 64) = codes;
+                    *reinterpret_cast<uint2*>(to + i * OutputPlace::kRowStep * kHeadDim + (part + j) * 64) = codes;
                 }
             }
         }
         if (group == 0 && thread % 32 < 2 && head + 8 * (thread % 32) < num_heads) {
-            params.row_scale[code_row(params, first_head_of(params, item) + head + 8 * (thread % 32), token_of(params, item))] =
+            params.row_scale[output_row(params, first_head_of(params, item) + head, token_of(params, item)) / kCodeHeads + thread % 32] =
                 e8m0_decode(static_cast<uint8_t>(thread % 32 == 0 ? row_byte[0] : row_byte[1]));
         }
     }

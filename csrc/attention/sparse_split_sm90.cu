@@ -356,10 +356,10 @@ struct Block {
             }
             const int row_byte = scale_byte(largest);
             if (head >= num_heads) continue;
-            const int64_t row = code_row(params, first_head + head, token);
-            *reinterpret_cast<uint2*>(params.codes + (row * kCodeHeads + head % kCodeHeads) * kHeadDim + dim) =
+            const int64_t row = output_row(params, first_head + head, token);
+            *reinterpret_cast<uint2*>(params.codes + row * kHeadDim + dim) =
                 fold_chunk<false>(v[i], group_max >> (i * 16) & 0xffffu, row_byte);
-            if (dim == 0 && head % kCodeHeads == 0) params.row_scale[row] = e8m0_decode(static_cast<uint8_t>(row_byte));
+            if (dim == 0 && head % kCodeHeads == 0) params.row_scale[row / kCodeHeads] = e8m0_decode(static_cast<uint8_t>(row_byte));
         }
     }
 };

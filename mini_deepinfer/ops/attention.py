@@ -391,7 +391,6 @@ def sparse_rope_quant(
     Returns:
         codes  [T, g, K]     float8_e4m3fn
         scale  [T, g, K/32]  uint8 E8M0 bytes, or with folded=True [T, g] float32 row scales
-        From the Hopper kernel both are transposed views: the tokens of a group lie together, as the products want them.
     Raises: as sparse, also for positions, table and groups. Determinism: as sparse.
     Dispatched as attention.sparse. The Hopper kernels do all of it for folded rows of eight heads and R as in sparse_rope; otherwise
     the separate ops run. Reference: ops.reference.attention.sparse_rope_quant.
@@ -408,11 +407,11 @@ def sparse_rope_quant(
         return reference.sparse_rope_quant(q, *operands, positions, table, groups=groups, folded=folded)
     _check_kernel_sizes(op, q)
     if _rotates(chosen, table) and folded and heads == groups * CODE_HEADS:
-        codes = q.new_empty((groups, tokens, heads // groups * dim), dtype=torch.float8_e4m3fn)
-        row_scale = q.new_empty((groups, tokens), dtype=torch.float32)
+        codes = q.new_empty((tokens, groups, heads // groups * dim), dtype=torch.float8_e4m3fn)
+        row_scale = q.new_empty((tokens, groups), dtype=torch.float32)
         if tokens:
             call(op, chosen, q, *operands, positions, table, codes, row_scale)
-        return codes.transpose(0, 1), row_scale.t()
+        return codes, row_scale
     q = elementwise.rope(q, positions, table, out=q)
     o = sparse(q, *operands, impl=chosen)
     return elementwise.rope_quant(o, positions, table, groups, inverse=True, folded=folded)

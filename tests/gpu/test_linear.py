@@ -61,15 +61,21 @@ SHAPES = [
 @pytest.mark.parametrize("heavy", [False, True])
 @pytest.mark.parametrize(("tokens", "groups", "k", "columns"), SHAPES)
 def test_fp8(cuda: torch.device, impl: str, tokens: int, groups: int, k: int, columns: int, heavy: bool) -> None:
-    """Within one bf16 rounding and the error of sums with 14 bits that are promoted every 128 of K."""
+    """Within one bf16 rounding and the error of sums of some 13 bits that are promoted every 128 of K.
+
+    Rounding is right on average: the mean distance to the rounded exact product is the mean error before the rounding.
+    """
     if impl == "library" and columns // groups % 16:
         pytest.skip("the library wants a multiple of 16 outputs")
     inputs = operands(tokens, groups, k, columns, cuda, heavy)
     out = fp8(*inputs, impl=impl)
     product, size = exact(*inputs)
     error = (out.double() - product).abs()
-    bound = 2.0**-8 * product.abs() + 5e-4 * size
+    bound = 2.0**-8 * product.abs() + 2.0**-10 * size
     assert bool((error <= bound).all()), f"{int((error > bound).sum())} over the bound, worst {float((error / bound).max()):.2f}"
+    if out.numel() >= 10_000:
+        mean = float(((out.double() - product.bfloat16().double()).abs() / size).mean())
+        assert mean <= 5e-4, f"{mean:.1e} of a product's size before the rounding"
     assert_bitwise(fp8(*inputs, impl=impl), out, "second run")
 
 
