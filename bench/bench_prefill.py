@@ -5,7 +5,7 @@
         --result_jsonl results.jsonl
     python bench/bench_prefill.py --load-format dummy --ep-loopback 4        # the per-rank work of 4 GPUs on one
     python bench/bench_prefill.py --load-format dummy --ep-loopback 4 --suite contexts --workload 8x512@0 \\
-        --ablate attention.sparse=portable --ablate moe.grouped_gemm=portable,moe.swiglu_quant=reference
+        --ablate attention.sparse=portable --ablate moe.route=portable,moe.swiglu_quant=reference
 
 One request per rank has --context-len tokens, of which --cached-len are in the caches before the clock starts. Every step
 computes the next --prefill_batch_size tokens through all layers and samples one token; afterwards the state is rolled
@@ -16,7 +16,8 @@ the caches never count.
 --workload and --suite measure other requests instead, several in one process: the weights are loaded once. --ablate runs
 every workload again with the named implementations (a list as in MDI_OPS), in turns with the plain run, so that both see
 the same clocks; its row holds the plain run's median as "baseline". Every row is one workload with one choice of
-implementations.
+implementations. Expert weights stay packed as they were loaded, so the portable product would unpack them in every step: for
+that one set MDI_OPS, which the load sees too.
 """
 
 from __future__ import annotations

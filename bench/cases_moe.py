@@ -9,6 +9,7 @@ import torch
 from bench.shapes import EP_RANKS, LOCAL_EXPERTS, LOCAL_ROWS, RELEASED, STEP_TOKENS, Case, uneven_offsets
 from mini_deepinfer.ops import moe
 from mini_deepinfer.ops._dispatch import IMPLEMENTATIONS
+from mini_deepinfer.ops.packed_weight import pack_weight
 from mini_deepinfer.ops.reference import number_formats as nf
 
 N, F, K = RELEASED.hidden_size, RELEASED.moe_intermediate_size, RELEASED.num_experts_per_tok
@@ -56,19 +57,28 @@ def _make_gemm(columns: int, outputs: int, tokens: int | None) -> Any:
                 a_rows[part] = a_rows[part].sort().values
         return {
             "a": codes, "a_scale": scale, "weight": weight, "weight_scale": weight_scale, "offsets": offsets,
-            "a_rows": a_rows, "out": torch.empty(LOCAL_ROWS, outputs, dtype=torch.bfloat16, device=device),
+            "a_rows": a_rows, "out": torch.empty(LOCAL_ROWS, outputs, dtype=torch.bfloat16, device=device), "packed": {},
         }  # fmt: skip
 
     return make
 
 
+def _operands(inputs: dict[str, Any], impl: str, *weights: str) -> dict[str, Any]:
+    """The arguments of the op, these weights in the form that the implementation reads: sm90 packed, once, as at the model's load."""
+    operands = {name: operand for name, operand in inputs.items() if name != "packed"}
+    for name in weights if impl == "sm90" else ():
+        if name not in inputs["packed"]:
+            inputs["packed"][name] = pack_weight(inputs[name], inputs[f"{name}_scale"])
+        operands |= {name: inputs["packed"][name], f"{name}_scale": None}
+    return operands
+
+
 def _run_gemm(inputs: dict[str, Any], impl: str) -> torch.Tensor:
-    return moe.grouped_gemm(**inputs, impl=impl)
+    return moe.grouped_gemm(**_operands(inputs, impl, "weight"), impl=impl)
 
 
 def _check_gemm(inputs: dict[str, Any], out: torch.Tensor) -> float:
-    reference = {**inputs, "out": None}
-    return _relative(out, moe.grouped_gemm(**reference, impl="reference"), 2**-7)  # two roundings may differ by one ulp
+    return _relative(out, _run_gemm({**inputs, "out": None}, "reference"), 2**-7)  # two roundings may differ by one ulp
 
 
 def _gemm(name: str, columns: int, outputs: int, tokens: int | None) -> Case:
@@ -168,12 +178,12 @@ def _make_experts(device: torch.device) -> dict[str, Any]:
     return {
         "codes": up["a"], "scale": up["a_scale"], "w13": up["weight"], "w13_scale": up["weight_scale"],
         "w2": down["weight"], "w2_scale": down["weight_scale"], "offsets": up["offsets"], "token_of_row": up["a_rows"],
-        "row_weight": weight, "limit": RELEASED.swiglu_limit,
+        "row_weight": weight, "limit": RELEASED.swiglu_limit, "packed": {},
     }  # fmt: skip
 
 
 def _run_experts(inputs: dict[str, Any], impl: str) -> torch.Tensor:
-    return moe.experts(**inputs, impl=impl)
+    return moe.experts(**_operands(inputs, impl, "w13", "w2"), impl=impl)
 
 
 def _check_experts(inputs: dict[str, Any], out: torch.Tensor) -> float:

@@ -8,6 +8,7 @@
 #include "attention/attention_api.h"
 #include "elementwise/elementwise_api.h"
 #include "indexer/indexer_api.h"
+#include "linear/linear_api.h"
 #include "moe/moe_api.h"
 
 #include "build_record.h"  // written by setup.py: MDI_BUILD_RECORD, a JSON string
@@ -20,6 +21,7 @@ STABLE_TORCH_LIBRARY(mini_deepinfer, m) {
     mdi::elementwise::define_elementwise(m);
     mdi::attention::define_attention(m);
     mdi::indexer::define_indexer(m);
+    mdi::linear::define_linear(m);
     mdi::moe::define_moe(m);
 }
 
@@ -28,6 +30,7 @@ STABLE_TORCH_LIBRARY_IMPL(mini_deepinfer, CUDA, m) {
     mdi::elementwise::implement_elementwise(m);
     mdi::attention::implement_attention(m);
     mdi::indexer::implement_indexer(m);
+    mdi::linear::implement_linear(m);
     mdi::moe::implement_moe(m);
 }
 #endif

@@ -43,14 +43,14 @@ Result = TypeVar("Result")
 
 
 class Exchange(Generic[Result]):
-    """Rows on their way between the ranks. `wait` must be called once; its result is for the current stream."""
+    """Rows on their way between the ranks. `wait` must be called once; its result is for the stream that was current at the start."""
 
     def __init__(self, finish: Callable[[], Result], held: Any = None) -> None:
         self._finish: Callable[[], Result] | None = finish
         self._held = held  # memory that the exchange reads
 
     def wait(self) -> Result:
-        """The rows, as soon as the current stream has them (the host does not wait for a GPU)."""
+        """The rows, as soon as the step's stream has them (the host does not wait for a GPU)."""
         if self._finish is None:
             raise RuntimeError("parallel: wait() was called twice on one exchange")
         finish, self._finish = self._finish, None
@@ -66,20 +66,26 @@ class ExchangeStream:
         self.device = device
         # High priority: the few blocks of a collective must not queue behind all blocks of a product.
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._ready = torch.cuda.Event()  # recorded and waited for anew by every run
 
-    def run(self, name: str, call: Callable[[], Any]) -> torch.cuda.Event:
-        """Run `call` there, after everything that the step's stream has been given so far; the event to wait for.
+    def run(self, name: str, call: Callable[[], Any]) -> Callable[[], None]:
+        """Run `call` there, after everything that the step's stream (the current one) has been given so far.
 
-        What it reads and writes must have been allocated on the step's stream and stay referenced until that stream waits: its
-        memory cannot be reused before.
+        Returns what makes the step's stream wait for it. What `call` reads and writes must have been allocated on the step's stream
+        and stay referenced until then: its memory cannot be reused before.
         """
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        step = torch.cuda.current_stream(self.device)
+        self._ready.record(step)
+        self._stream.wait_event(self._ready)
         done = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
+        torch.cuda.set_stream(self._stream)
+        try:
             with beside(name):
                 call()
-            done.record()
-        return done
+            done.record(self._stream)
+        finally:
+            torch.cuda.set_stream(step)
+        return lambda: step.wait_event(done)
 
 
 class ExpertParallel(ABC):
@@ -224,7 +230,7 @@ class Loopback(ExpertParallel):
     the part that other ranks' experts would add is missing.
     """
 
-    def __init__(self, world: int, num_experts: int) -> None:
+    def __init__(self, world: int, num_experts: int, device: torch.device | str = "cpu") -> None:
         super().__init__()
         if world < 1 or num_experts < 1:
             raise ValueError(f"Loopback: world and num_experts must be >= 1, got {world} and {num_experts}")
@@ -234,32 +240,29 @@ class Loopback(ExpertParallel):
         permutations = [torch.arange(num_experts)]
         for stand_in in range(1, world):
             permutations.append(torch.randperm(num_experts, generator=torch.Generator().manual_seed(stand_in)))
-        self._permutations = torch.stack(permutations).to(torch.int32)
-        self._stream: ExchangeStream | None = None
+        self._permutations = torch.stack(permutations).to(device, torch.int32)
+        device = self._permutations.device
+        self._stream = ExchangeStream(device) if device.type == "cuda" else None
 
     def _gather_counts(self, num_tokens: int) -> list[int]:
         return [num_tokens] * self.world
 
     def _start_all_gather(self, tensors: Sequence[torch.Tensor], counts: list[int]) -> Exchange[list[torch.Tensor]]:
-        device = tensors[0].device
-        parts = [_as_bytes(rows) for rows in tensors]
-        repeated = [part.new_empty(self.world * part.shape[0], part.shape[1]) for part in parts]
-        results = [_from_bytes(out, rows) for out, rows in zip(repeated, tensors)]
+        parts = [rows.contiguous() for rows in tensors]
+        results = [rows.new_empty(self.world * rows.shape[0], *rows.shape[1:]) for rows in tensors]
 
         def call() -> None:
-            for part, out in zip(parts, repeated):
-                torch.cat([part] * self.world, out=out)
+            for part, out in zip(parts, results):
+                torch.cat([part.view(torch.uint8)] * self.world, out=out.view(torch.uint8))
 
-        if device.type != "cuda" or sum(part.numel() for part in parts) < BESIDE_BYTES:
+        if self._stream is None or sum(part.nbytes for part in parts) < BESIDE_BYTES:
             call()
             return Exchange(lambda: results)
         # Like a group's, beside the step's stream: received rows cost memory traffic, but no turn of their own there.
-        if self._stream is None:
-            self._stream = ExchangeStream(device)
-        done = self._stream.run(GATHER, call)
+        wait = self._stream.run(GATHER, call)
 
         def finish() -> list[torch.Tensor]:
-            torch.cuda.current_stream(device).wait_event(done)
+            wait()
             return results
 
         return Exchange(finish, held=parts)
@@ -273,8 +276,6 @@ class Loopback(ExpertParallel):
         return Exchange(lambda: [permuted, *weights_sent.wait()])
 
     def _permute(self, ids: torch.Tensor) -> torch.Tensor:
-        if self._permutations.device != ids.device:
-            self._permutations = self._permutations.to(ids.device)
         return self._permutations.index_select(1, ids.flatten()).view(-1, ids.shape[1])
 
     def _start_scatter(self, partial: torch.Tensor, counts: list[int]) -> Exchange[torch.Tensor]:
@@ -361,7 +362,7 @@ class ProcessGroup(ExpertParallel):
         return counts.tolist()
 
     def _start(self, name: str, device: torch.device, call: Callable[[], None]) -> Callable[[], None]:
-        """Run collectives, on a GPU beside the step's stream (ExchangeStream). Returns what makes the current stream wait for them."""
+        """Run collectives, on a GPU beside the step's stream (ExchangeStream). Returns what makes the step's stream wait for them."""
         if self._stream is None or device.type != "cuda" or not self.overlap:
             with stage(name), beside(name):
                 call()
@@ -370,7 +371,7 @@ class ProcessGroup(ExpertParallel):
 
         def wait() -> None:
             with stage(name):
-                torch.cuda.current_stream(self.device).wait_event(done)
+                done()
 
         return wait
 
@@ -478,7 +479,7 @@ def make_parallel(
     if ep_loopback > 1:
         if world > 1:
             raise ValueError(f"parallel: ep_loopback={ep_loopback} is for one process, but WORLD_SIZE={world}")
-        return Loopback(ep_loopback, num_experts)
+        return Loopback(ep_loopback, num_experts, device)
     if ep_size not in (1, world):
         raise ValueError(
             f"parallel: ep_size={ep_size} needs that many processes, got WORLD_SIZE={world}; "
@@ -542,9 +543,9 @@ def _connect(address: str, port: int, rank: int, world: int, timeout_s: float, *
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
     """[T, ...] of any dtype -> uint8 [T, bytes of a row]: collectives know no float8 and need none."""
     row_bytes = rows.shape[1:].numel() * rows.element_size()
-    return rows.contiguous().view(-1).view(torch.uint8).view(rows.shape[0], row_bytes)
+    return rows.contiguous().view(torch.uint8).view(rows.shape[0], row_bytes)
 
 
 def _from_bytes(gathered: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """uint8 [M, bytes of a row of `rows`] -> [M, ...] of its dtype."""
-    return gathered.view(-1).view(rows.dtype).view(gathered.shape[0], *rows.shape[1:])
+    return gathered.view(rows.dtype).view(gathered.shape[0], *rows.shape[1:])

@@ -89,7 +89,8 @@ class Weights:
 
     tensors  by checkpoint name; this rank's routed experts are stacked per layer as
              layers.{i}.ffn.experts.w13 uint8 [E_local, 2F, N/2] (rows 0..F-1 = w1, F..2F-1 = w3), .w13_scale uint8
-             [E_local, 2F, N/32], .w2 uint8 [E_local, N, F/2], .w2_scale uint8 [E_local, N, F/32]
+             [E_local, 2F, N/32], .w2 uint8 [E_local, N, F/2], .w2_scale uint8 [E_local, N, F/32]; model.moe takes them
+             out where it packs them (ops/packed_weight.py)
     engram   layer -> table
     experts  ids of the experts held here
     """

@@ -1,6 +1,6 @@
 // Tensor checks for the *_api.h files (host only, torch's stable ABI). A failed check throws; Python sees RuntimeError.
-// Message order: op, tensor, what was wanted, what was found. The Python wrapper has already raised the friendlier
-// TypeError or ValueError for most of these; the checks here are what protects the kernels.
+// Message order: op, tensor, what was wanted, what was found. Of an op called by itself the Python wrapper has already
+// raised TypeError or ValueError for most of these; in a step of the model the checks here are the only ones.
 #pragma once
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>

@@ -70,6 +70,15 @@ MDI_DEVICE void tma_load_2d(uint32_t smem, const CUtensorMap* map, uint32_t barr
         : "memory");
 }
 
+// cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier
+MDI_DEVICE void tma_load_3d(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int32_t x, int32_t y, int32_t z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+        "[%2];" ::"r"(smem),
+        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
 // cp.async.bulk.tensor.2d with .multicast::cluster: the tile lands at the same offset in every block of `block_mask`,
 // and each of those blocks' barriers (same offset) counts the bytes
 MDI_DEVICE void tma_load_2d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int32_t x, int32_t y,
@@ -79,6 +88,31 @@ MDI_DEVICE void tma_load_2d_multicast(uint32_t smem, const CUtensorMap* map, uin
         "[%1, {%3, %4}], [%2], %5;" ::"r"(smem),
         "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(x), "r"(y), "h"(block_mask)
         : "memory");
+}
+
+// cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group: what lies outside the tensor is not written
+MDI_DEVICE void tma_store_2d(const CUtensorMap* map, uint32_t smem, int32_t x, int32_t y) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
+                     reinterpret_cast<uint64_t>(map)),
+                 "r"(smem), "r"(x), "r"(y)
+                 : "memory");
+}
+
+// cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group
+MDI_DEVICE void tma_store_3d(const CUtensorMap* map, uint32_t smem, int32_t x, int32_t y, int32_t z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+                     reinterpret_cast<uint64_t>(map)),
+                 "r"(smem), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
+// cp.async.bulk.commit_group: of this thread's bulk stores
+MDI_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// cp.async.bulk.wait_group.read: at most kPending groups of this thread still read shared memory
+template <int kPending>
+MDI_DEVICE void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 // cp.async.bulk.shared::cluster.global.mbarrier: plain copy without a tensor map; addresses and bytes are multiples of 16
@@ -94,7 +128,7 @@ MDI_DEVICE void bulk_prefetch_l2(const void* global, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 
-// fence.proxy.async.shared::cta: ordinary shared-memory writes before it are seen by wgmma after it
+// fence.proxy.async.shared::cta: ordinary shared-memory writes before it are seen by wgmma and TMA stores after it
 MDI_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // fence.proxy.async: the same for the shared memory of all blocks of the cluster

@@ -197,6 +197,26 @@ MDI_DEVICE void wgmma_e4m3_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64
 #endif
 }
 
+// wgmma.mma_async.sync.aligned.m64nNk32.f32.e4m3.e4m3: d = a * b (+ d when `accumulate`).
+// A and B from shared memory, K-major.
+template <int kN>
+MDI_DEVICE void wgmma_e4m3_ss(float (&d)[kN / 2], uint64_t descriptor_a, uint64_t descriptor_b, bool accumulate) {
+    static_assert(kN == 32 || kN == 64 || kN == 128 || kN == 256, "wgmma: N is 32, 64, 128 or 256 here");
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if constexpr (kN == 32) {
+        MDI_WGMMA_SS("m64n32k32", "e4m3.e4m3", 16, 16, 17, 18, "",);
+    } else if constexpr (kN == 64) {
+        MDI_WGMMA_SS("m64n64k32", "e4m3.e4m3", 32, 32, 33, 34, "",);
+    } else if constexpr (kN == 128) {
+        MDI_WGMMA_SS("m64n128k32", "e4m3.e4m3", 64, 64, 65, 66, "",);
+    } else if constexpr (kN == 256) {
+        MDI_WGMMA_SS("m64n256k32", "e4m3.e4m3", 128, 128, 129, 130, "",);
+    }
+#elif defined(__CUDA_ARCH__)
+    __trap();  // compiled for another architecture: name the file *_sm90.cu
+#endif
+}
+
 #undef MDI_WGMMA_SS
 #undef MDI_WGMMA_RS
 #undef MDI_COMMA

@@ -121,10 +121,11 @@ struct HcExpandMixParams {
     const float* post;
     const float* comb;
     bf16* out;                // [T, n, N] contiguous, may be mix.streams
-    bf16* x;                  // [T, N] contiguous, the collapse
+    bf16* x;                  // [T, N] contiguous, the collapse; then, if row wants it, its norm
 };
 // row: norm and quantisation of x beside the coefficients (row->x = p.x, N <= kMaxCollapseWidth, N % 32 == 0), or null.
 void launch_hc_expand_mix(const HcExpandMixParams& p, const RowParams* row);
+void launch_hc_expand_mix_sm90(const HcExpandMixParams& p, const RowParams* row);  // the same bits
 
 struct EngramGateParams {
     int64_t num_tokens;

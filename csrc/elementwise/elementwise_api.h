@@ -24,10 +24,15 @@ inline void define_elementwise(Library& m) {
     m.def("elementwise_hc_expand_mix(Tensor y, Tensor streams, Tensor last_pre, Tensor last_post, Tensor last_comb, "
           "Tensor fn, Tensor base, Tensor scale, int sinkhorn_iters, float hc_eps, float norm_eps, Tensor(a!) workspace, "
           "Tensor(b!) out, Tensor(c!) x, Tensor(d!) pre, Tensor(e!) post, Tensor(f!) comb) -> ()");
-    m.def("elementwise_hc_expand_mix_norm_quant(Tensor y, Tensor streams, Tensor last_pre, Tensor last_post, "
-          "Tensor last_comb, Tensor fn, Tensor base, Tensor scale, int sinkhorn_iters, float hc_eps, float norm_eps, "
-          "Tensor norm_weight, Tensor(a!) workspace, Tensor(b!) out, Tensor(c!) x, Tensor(d!) codes, Tensor(e!) codes_scale, "
-          "Tensor(f!) pre, Tensor(g!) post, Tensor(h!) comb) -> ()");
+    const std::string expand_mix_norm_quant = "elementwise_hc_expand_mix_norm_quant";
+    const std::string operands =
+        "(Tensor y, Tensor streams, Tensor last_pre, Tensor last_post, Tensor last_comb, Tensor fn, Tensor base, Tensor scale, "
+        "int sinkhorn_iters, float hc_eps, float norm_eps, Tensor norm_weight, bool keep_x, Tensor(a!) workspace, Tensor(b!) out, "
+        "Tensor(c!) x, Tensor(d!) codes, Tensor(e!) codes_scale, Tensor(f!) pre, Tensor(g!) post, Tensor(h!) comb) -> ()";
+    m.def((expand_mix_norm_quant + operands).c_str());
+#ifdef MDI_WITH_SM90
+    m.def((expand_mix_norm_quant + "_sm90" + operands).c_str());
+#endif
     m.def("elementwise_hc_collapse(Tensor streams, Tensor pre, Tensor(a!) out) -> ()");
     m.def("elementwise_hc_collapse_norm(Tensor streams, Tensor pre, Tensor weight, float eps, Tensor(a!) out) -> ()");
     m.def("elementwise_hc_collapse_norm_quant(Tensor streams, Tensor pre, Tensor weight, float eps, Tensor(a!) out, "
@@ -336,11 +341,14 @@ inline void hc_expand_mix(const Tensor& y, const Tensor& streams, const Tensor& 
     launch_hc_expand_mix(expand_mix_params(op, y, mix, last_pre, last_post, last_comb, out, x, scope), nullptr);
 }
 
+// kLaunch: launch_hc_expand_mix, or another launcher with the same bits.
+template <void (*kLaunch)(const HcExpandMixParams&, const RowParams*)>
 inline void hc_expand_mix_norm_quant(const Tensor& y, const Tensor& streams, const Tensor& last_pre, const Tensor& last_post,
                                      const Tensor& last_comb, const Tensor& fn, const Tensor& base, const Tensor& scale,
                                      int64_t sinkhorn_iters, double hc_eps, double norm_eps, const Tensor& norm_weight,
-                                     const Tensor& workspace, const Tensor& out, const Tensor& x, const Tensor& codes,
-                                     const Tensor& codes_scale, const Tensor& pre, const Tensor& post, const Tensor& comb) {
+                                     bool keep_x, const Tensor& workspace, const Tensor& out, const Tensor& x,
+                                     const Tensor& codes, const Tensor& codes_scale, const Tensor& pre, const Tensor& post,
+                                     const Tensor& comb) {
     constexpr const char* op = "elementwise.hc_expand_mix_norm_quant";
     const DeviceScope scope(streams);
     const HcMixParams mix = mix_params(op, streams, fn, base, scale, sinkhorn_iters, hc_eps, norm_eps, workspace, pre, post,
@@ -349,9 +357,9 @@ inline void hc_expand_mix_norm_quant(const Tensor& y, const Tensor& streams, con
     check_width(op, "streams", mix.width, kQuantGroup, kMaxCollapseWidth);
     RowParams row = row_source(op, x, scope);
     add_norm(op, row, norm_weight, norm_eps, scope);
-    add_out(op, row, x, scope);
+    if (keep_x) add_out(op, row, x, scope);
     add_quant(op, row, codes, codes_scale, scope);
-    launch_hc_expand_mix(p, &row);
+    kLaunch(p, &row);
 }
 
 inline void hc_collapse(const Tensor& streams, const Tensor& pre, const Tensor& out) {
@@ -424,7 +432,10 @@ inline void implement_elementwise(Library& m) {
     m.impl("elementwise_rope_quant", TORCH_BOX(&rope_quant));
     m.impl("elementwise_hc_mix", TORCH_BOX(&hc_mix));
     m.impl("elementwise_hc_expand_mix", TORCH_BOX(&hc_expand_mix));
-    m.impl("elementwise_hc_expand_mix_norm_quant", TORCH_BOX(&hc_expand_mix_norm_quant));
+    m.impl("elementwise_hc_expand_mix_norm_quant", TORCH_BOX(&hc_expand_mix_norm_quant<launch_hc_expand_mix>));
+#ifdef MDI_WITH_SM90
+    m.impl("elementwise_hc_expand_mix_norm_quant_sm90", TORCH_BOX(&hc_expand_mix_norm_quant<launch_hc_expand_mix_sm90>));
+#endif
     m.impl("elementwise_hc_collapse", TORCH_BOX(&hc_collapse));
     m.impl("elementwise_hc_collapse_norm", TORCH_BOX(&hc_collapse_norm));
     m.impl("elementwise_hc_collapse_norm_quant", TORCH_BOX(&hc_collapse_norm_quant));

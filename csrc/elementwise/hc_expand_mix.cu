@@ -23,6 +23,7 @@ namespace {
 
 constexpr int kFinishChunks = 2;  // as in launch_row up to kMaxCollapseWidth columns
 constexpr int kFinishMaxThreads = kMaxCollapseWidth / kVector / kFinishChunks;
+constexpr int kKnownThreads = 160, kKnownWidth = 2 * kKnownThreads * kFinishChunks * kVector;  // N = 5120: see row_pass.cuh
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kFinishWarps = 24;  // wanted on a multiprocessor; with 32 the compiler spills for sm_100a
 #else
@@ -45,7 +46,7 @@ struct Divisor {
 // Block b with b % 2^stride_log2 == 0 makes coefficients while there are any left to make, so that they run
 // beside the rows from the first to the last wave; the other blocks norm and quantise rows, each group's last ones first:
 // those are still in L2. A group is what one block of the pass took; the last one may end early.
-template <int kStreams, int kParts>
+template <int kStreams, int kParts, int kThreads>
 __global__ void __launch_bounds__(kFinishMaxThreads / kParts, kFinishWarps * 32 * kParts / kFinishMaxThreads)
 hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient_blocks, int stride_log2, Divisor groups,
                  int group_blocks) {
@@ -55,7 +56,7 @@ hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient
     if ((block & mask) != 0 || block >> stride_log2 >= coefficient_blocks) {
         const int before = min_of(coefficient_blocks, (block + mask) >> stride_log2);  // coefficient blocks before this one
         const int index = block - before, turn = groups.quotient(index), group = index - turn * groups.value;
-        return row_pass<kFinishChunks, kParts, false>(row, (group + 1) * group_blocks - 1 - turn, sum_scratch,
+        return row_pass<kFinishChunks, kParts, false, kThreads>(row, (group + 1) * group_blocks - 1 - turn, sum_scratch,
                                                       max_scratch);
     }
     const int warps = static_cast<int>(blockDim.x * blockDim.y) / 32;
@@ -64,7 +65,7 @@ hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient
     if (token < mix.num_tokens) make_coefficients<kStreams>(mix, num_slices, token);  // whole warps
 }
 
-template <int kStreams, int kParts>
+template <int kStreams, int kParts, int kThreads>
 void launch_finish(const HcExpandMixParams& p, const RowParams& row, int threads) {
     const int rows = rows_per_block(threads);
     const int group_tokens = pass_block_tiles(p.mix.num_tokens, p.mix.width) * kTileTokens, group_blocks = group_tokens / rows;
@@ -73,31 +74,41 @@ void launch_finish(const HcExpandMixParams& p, const RowParams& row, int threads
     const int num_blocks = coefficient_blocks + num_groups * group_blocks;
     int stride_log2 = 0;
     while (num_blocks / coefficient_blocks >> (stride_log2 + 1) > 0) ++stride_log2;
-    launch("elementwise.hc_expand_mix finish", hc_finish_kernel<kStreams, kParts>,
+    launch("elementwise.hc_expand_mix finish", hc_finish_kernel<kStreams, kParts, kThreads>,
            {dim3(static_cast<unsigned>(num_blocks)), dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows)), 0,
             p.mix.stream},
            p.mix, row, ceil_div(p.mix.width, kSlice), coefficient_blocks, stride_log2, Divisor(num_groups), group_blocks);
 }
 
 template <int kStreams>
-void launch_streams(const HcExpandMixParams& p, const RowParams* row) {
-    launch_hc_pass<kStreams, true>("elementwise.hc_expand_mix", p);
-    if (p.mix.num_tokens == 0) return;
-    if (row == nullptr) return launch_hc_coefficients(p.mix);
-    const int threads = row_threads<kFinishChunks>(row->width);
-    if (row_threads_in_halves(threads)) return launch_finish<kStreams, 2>(p, *row, threads / 2);
-    launch_finish<kStreams, 1>(p, *row, threads);
+void launch_streams_finish(const HcExpandMixParams& p, const RowParams& row) {
+    const int threads = row_threads<kFinishChunks>(row.width);
+    if (!row_threads_in_halves(threads)) return launch_finish<kStreams, 1, 0>(p, row, threads);
+    if (row.width == kKnownWidth) return launch_finish<kStreams, 2, kKnownThreads>(p, row, kKnownThreads);
+    launch_finish<kStreams, 2, 0>(p, row, threads / 2);
 }
 
 }  // namespace
 
+void launch_hc_finish(const HcExpandMixParams& p, const RowParams* row) {
+    if (p.mix.num_tokens == 0) return;
+    if (row == nullptr) return launch_hc_coefficients(p.mix);
+    switch (p.mix.num_streams) {
+        case 1: return launch_streams_finish<1>(p, *row);
+        case 2: return launch_streams_finish<2>(p, *row);
+        case 3: return launch_streams_finish<3>(p, *row);
+        default: return launch_streams_finish<4>(p, *row);
+    }
+}
+
 void launch_hc_expand_mix(const HcExpandMixParams& p, const RowParams* row) {
     switch (p.mix.num_streams) {
-        case 1: return launch_streams<1>(p, row);
-        case 2: return launch_streams<2>(p, row);
-        case 3: return launch_streams<3>(p, row);
-        default: return launch_streams<4>(p, row);
+        case 1: launch_hc_pass<1, true>("elementwise.hc_expand_mix", p); break;
+        case 2: launch_hc_pass<2, true>("elementwise.hc_expand_mix", p); break;
+        case 3: launch_hc_pass<3, true>("elementwise.hc_expand_mix", p); break;
+        default: launch_hc_pass<4, true>("elementwise.hc_expand_mix", p);
     }
+    launch_hc_finish(p, row);
 }
 
 }  // namespace mdi::elementwise

@@ -52,6 +52,12 @@ struct PassTraits : MixTraits<kStreams> {
     static_assert(kAhead >= 3 && kStageBytes % 16 == 0, "a pipeline");
 };
 
+// Where a tile lies in shared memory: bf16 between a token's rows and between tokens, and the bytes before the coefficients.
+template <int kRowStride_, int kTokenPitch_, int kCoefficientsAt_>
+struct TileLayout {
+    static constexpr int kRowStride = kRowStride_, kTokenPitch = kTokenPitch_, kCoefficientsAt = kCoefficientsAt_;
+};
+
 // This lane's part of fn for the whole kernel: the mma B operand of every stream, column tile and plane.
 template <int kStreams>
 struct Fragments {
@@ -173,15 +179,14 @@ MDI_DEVICE void store_tile(const HcExpandMixParams& p, int tile, const char* sta
         *reinterpret_cast<const uint4*>(source + kStreams * kSlice);
 }
 
-// Starts the copy of the tokens' coefficients into `stage`: a summing thread copies post, a row of comb, or pre of a token.
-template <int kStreams>
-MDI_DEVICE void fetch_coefficients(const HcExpandMixParams& p, int thread, int tile, char* stage) {
+// Starts the copy of the tokens' coefficients: one of kThreads threads copies post, a row of comb, or pre of a token.
+template <int kStreams, int kThreads>
+MDI_DEVICE void fetch_coefficients(const HcExpandMixParams& p, int thread, int tile, float* coefficients) {
     using T = PassTraits<kStreams, true>;
     constexpr int kParts = kStreams + 2, kItems = kTileTokens * kParts;
-    float* coefficients = reinterpret_cast<float*>(stage + T::kTileBytes);
 #pragma unroll
-    for (int k = 0; k < ceil_div(kItems, kSumThreads); ++k) {
-        const int item = thread + k * kSumThreads, local = item / kParts, part = item % kParts;
+    for (int k = 0; k < ceil_div(kItems, kThreads); ++k) {
+        const int item = thread + k * kThreads, local = item / kParts, part = item % kParts;
         const int64_t token = static_cast<int64_t>(tile) * kTileTokens + local;
         if (item >= kItems || token >= p.mix.num_tokens) continue;
         const bool is_comb = part > 0 && part <= kStreams;
@@ -203,13 +208,13 @@ MDI_DEVICE void read_coefficients(const float* source, float (&c)[kStreams]) {
     }
 }
 
-// Expands one token's four columns in the tile: R' over the streams, x over y. `row`: R' as mma operand.
-template <int kStreams>
+// Expands one token's four columns in the tile: R' over the streams, x over y, kRowStride apart. `row`: R' as mma operand.
+template <int kStreams, int kRowStride>
 MDI_DEVICE void expand_columns(bf16* token, const float* coefficients, uint2 (&row)[kStreams]) {
     using T = PassTraits<kStreams, true>;
     float c[kStreams], value[4], sum[kStreams][4], x[4];
     read_coefficients<kStreams>(coefficients + T::kPost, c);
-    unpack(*reinterpret_cast<const uint2*>(token + kStreams * kSlice), value);
+    unpack(*reinterpret_cast<const uint2*>(token + kStreams * kRowStride), value);
 #pragma unroll
     for (int i = 0; i < kStreams; ++i)
 #pragma unroll
@@ -217,7 +222,7 @@ MDI_DEVICE void expand_columns(bf16* token, const float* coefficients, uint2 (&r
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) {
         read_coefficients<kStreams>(coefficients + T::kComb + j * kStreams, c);
-        unpack(*reinterpret_cast<const uint2*>(token + j * kSlice), value);
+        unpack(*reinterpret_cast<const uint2*>(token + j * kRowStride), value);
 #pragma unroll
         for (int i = 0; i < kStreams; ++i)
 #pragma unroll
@@ -227,16 +232,16 @@ MDI_DEVICE void expand_columns(bf16* token, const float* coefficients, uint2 (&r
 #pragma unroll
     for (int s = 0; s < kStreams; ++s) {
         row[s] = pack(sum[s]);
-        *reinterpret_cast<uint2*>(token + s * kSlice) = row[s];
+        *reinterpret_cast<uint2*>(token + s * kRowStride) = row[s];
         unpack(row[s], value);  // the collapse reads the rounded streams
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[e] = s == 0 ? c[0] * value[e] : fmaf(c[s], value[e], x[e]);
     }
-    *reinterpret_cast<uint2*>(token + kStreams * kSlice) = pack(x);
+    *reinterpret_cast<uint2*>(token + kStreams * kRowStride) = pack(x);
 }
 
 // A warp's columns of a tile: expand, multiply, and leave its sums in `buffer`.
-template <int kStreams, bool kExpand>
+template <int kStreams, bool kExpand, class Layout>
 MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* buffer) {
     using T = PassTraits<kStreams, kExpand>;
     const int thread = thread_again(), warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
@@ -244,13 +249,13 @@ MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* 
     float* sums = buffer + warp * T::kWarpFloats + g * T::kSumPitch + 2 * t;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        bf16* token = reinterpret_cast<bf16*>(stage) + (g + 8 * r) * T::kTokenPitch + warp * kWarpColumns + t * 4;
+        bf16* token = reinterpret_cast<bf16*>(stage) + (g + 8 * r) * Layout::kTokenPitch + warp * kWarpColumns + t * 4;
         if constexpr (kExpand) {
-            const float* coefficients = reinterpret_cast<const float*>(stage + T::kTileBytes);
-            expand_columns<kStreams>(token, coefficients + (g + 8 * r) * T::kCoefficientPitch, row[r]);
+            const float* coefficients = reinterpret_cast<const float*>(stage + Layout::kCoefficientsAt);
+            expand_columns<kStreams, Layout::kRowStride>(token, coefficients + (g + 8 * r) * T::kCoefficientPitch, row[r]);
         } else {
 #pragma unroll
-            for (int s = 0; s < kStreams; ++s) row[r][s] = *reinterpret_cast<const uint2*>(token + s * kSlice);
+            for (int s = 0; s < kStreams; ++s) row[r][s] = *reinterpret_cast<const uint2*>(token + s * Layout::kRowStride);
         }
         float square = 0.0f;
 #pragma unroll
@@ -327,6 +332,7 @@ MDI_DEVICE void add_warps(const HcMixParams& p, int thread, int tile, const floa
 template <int kStreams, bool kExpand>
 __global__ void __launch_bounds__(kMixThreads, 1) hc_pass_kernel(HcExpandMixParams p, int block_tiles) {
     using T = PassTraits<kStreams, kExpand>;
+    using Layout = TileLayout<kSlice, T::kTokenPitch, T::kTileBytes>;
     char* const stages = dynamic_smem();
     float* const buffers = reinterpret_cast<float*>(stages + T::kStages * T::kStageBytes);
     const int first_tile = static_cast<int>(blockIdx.x) * block_tiles;
@@ -352,7 +358,7 @@ __global__ void __launch_bounds__(kMixThreads, 1) hc_pass_kernel(HcExpandMixPara
             // of the warps of a scheduler, some move while others multiply
             const bool move_first = thread_again() / 128 % 2 == 0;
             if (move_first) move_tiles(i);
-            compute_tile<kStreams, kExpand>(stage(i), fn, buffers + i % 2 * T::kBufferFloats);
+            compute_tile<kStreams, kExpand, Layout>(stage(i), fn, buffers + i % 2 * T::kBufferFloats);
             if (!move_first) move_tiles(i);
         }
         __syncthreads();
@@ -360,10 +366,11 @@ __global__ void __launch_bounds__(kMixThreads, 1) hc_pass_kernel(HcExpandMixPara
         return;
     }
     const int thread = static_cast<int>(threadIdx.x) - kCopyThreads;
+    const auto coefficients = [&](int s) { return reinterpret_cast<float*>(stages + s * T::kStageBytes + T::kTileBytes); };
     int free = T::kAhead;  // stage
     if constexpr (kExpand) {
         for (int i = 0; i < T::kAhead; ++i) {
-            if (i < count) fetch_coefficients<kStreams>(p, thread, first_tile + i, stages + i * T::kStageBytes);
+            if (i < count) fetch_coefficients<kStreams, kSumThreads>(p, thread, first_tile + i, coefficients(i));
             ptx::cp_async_commit();
         }
     }
@@ -372,7 +379,7 @@ __global__ void __launch_bounds__(kMixThreads, 1) hc_pass_kernel(HcExpandMixPara
         __syncthreads();
         if constexpr (kExpand) {
             if (i + T::kAhead < count)
-                fetch_coefficients<kStreams>(p, thread, first_tile + i + T::kAhead, stages + free * T::kStageBytes);
+                fetch_coefficients<kStreams, kSumThreads>(p, thread, first_tile + i + T::kAhead, coefficients(free));
             ptx::cp_async_commit();
             free = free + 1 == T::kStages ? 0 : free + 1;
         }
@@ -469,6 +476,9 @@ MDI_DEVICE void make_coefficients(const HcMixParams& p, int num_slices, int toke
         p.post[at + element - kStreams] = 2.0f * sigmoid(logit_of(other_sum, element, 1));
     if (element < kStreams * kStreams) p.comb[at * kStreams + element] = comb;
 }
+
+// What follows the pass: the coefficients, and with row norm and quantisation of x (hc_expand_mix.cu).
+void launch_hc_finish(const HcExpandMixParams& p, const RowParams* row);
 
 // Adds the slices' partial sums and makes the coefficients (kernel 2 of hc_mix.cu).
 void launch_hc_coefficients(const HcMixParams& p);

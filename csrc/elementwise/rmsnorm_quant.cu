@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kQuantThreads) quantise_kernel(RowParams p, He
         row_byte[0] = max_of(row_byte[0], static_cast<uint32_t>(byte[c]));
     }
     const bool folded = p.quant == Quant::kFolded;
-    if (folded) row_byte[0] = row_reduce(row_byte, Max{}, 0u, scratch);
+    if (folded) row_byte[0] = row_reduce<0>(row_byte, Max{}, 0u, scratch);
     if (live) store_codes<kChunks>(p, row, folded, codes, byte, static_cast<int>(row_byte[0]));
 }
 

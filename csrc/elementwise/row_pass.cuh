@@ -15,13 +15,19 @@ struct RowScratch {
     alignas(16) T element[kMaxRowWarps];
 };
 
+// Threads of a row, blockDim.x; kThreads > 0: known when compiled.
+template <int kThreads>
+MDI_DEVICE int row_block() {
+    return kThreads > 0 ? kThreads : static_cast<int>(blockDim.x);
+}
+
 // Combines values over the threads of each row of the block: part p of a thread stands for a thread of its own, p * blockDim.x
 // further, so that the order (lanes by a butterfly, then the warps in order) depends on parts times threads alone. `scratch`
 // takes one element a warp and part, each row's filled up with op's neutral element to whole vectors of four.
-template <int kParts, class T, class Op>
+template <int kThreads, int kParts, class T, class Op>
 MDI_DEVICE T row_reduce(const T (&values)[kParts], Op op, T neutral, RowScratch<T>& scratch) {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    const int warps = static_cast<int>(blockDim.x) / 32, elements = kParts * warps, padded = align_up(elements, kScratchVector);
+    const int warps = row_block<kThreads>() / 32, elements = kParts * warps, padded = align_up(elements, kScratchVector);
     T* row_scratch = scratch.element + threadIdx.y * padded;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -108,29 +114,31 @@ MDI_DEVICE void quantise_vector(const uint4& x, uint2& codes, int& byte) {
 }
 
 // The thread's vectors of one row of p.codes, with their group scales or folded at the row's largest scale.
-template <int kChunks>
+template <int kChunks, int kThreads = 0>
 MDI_DEVICE void store_codes(const RowParams& p, int row, bool folded, const uint2 (&codes)[kChunks], const int (&byte)[kChunks],
                             int row_byte) {
-    const int step = static_cast<int>(blockDim.x) * kVector;
-    uint8_t* target = p.codes + static_cast<int64_t>(row) * p.width;
+    const int step = row_block<kThreads>() * kVector, width = kThreads > 0 ? kChunks * step : p.width;
+    uint8_t* target = p.codes + static_cast<int64_t>(row) * width;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
         const int column = static_cast<int>(threadIdx.x) * kVector + c * step;
-        if (column >= p.width) continue;
+        if (column >= width) continue;
         *reinterpret_cast<uint2*>(target + column) = folded ? fold_e4m3x8(codes[c], byte[c], row_byte) : codes[c];
         if (!folded && threadIdx.x % 4 == 0)
-            p.scale[static_cast<int64_t>(row) * (p.width / kQuantGroup) + column / kQuantGroup] = static_cast<uint8_t>(byte[c]);
+            p.scale[static_cast<int64_t>(row) * (width / kQuantGroup) + column / kQuantGroup] = static_cast<uint8_t>(byte[c]);
     }
     if (folded && threadIdx.x == 0) p.row_scale[row] = e8m0_decode(static_cast<uint8_t>(row_byte));
 }
 
 // Rows block * blockDim.y ... of the pass; see rmsnorm_quant.cu. Vector v of a thread is vector v / kParts of part v % kParts.
-template <int kChunks, int kParts, bool kCollapse>
+// kThreads > 0: one row a block, of exactly what kThreads threads hold: neither bounds nor addresses have to be found out.
+template <int kChunks, int kParts, bool kCollapse, int kThreads = 0>
 MDI_DEVICE void row_pass(const RowParams& p, int block, RowScratch<float>& sum_scratch, RowScratch<uint32_t>& max_scratch) {
     constexpr int kVectors = kChunks * kParts;
     const int token = block * static_cast<int>(blockDim.y) + static_cast<int>(threadIdx.y);
-    const bool live = token < p.num_tokens;  // every thread stays for the barriers
-    const int step = static_cast<int>(blockDim.x) * kVector;
+    const bool live = token < p.num_tokens;
+    if (kThreads > 0 && !live) return;  // else every thread stays for the barriers: another row of the block may need them
+    const int step = row_block<kThreads>() * kVector, width = kThreads > 0 ? kVectors * step : p.width;
     const int first = static_cast<int>(threadIdx.x) * kVector;
 
     float pre[kMaxStreams] = {};
@@ -145,7 +153,7 @@ MDI_DEVICE void row_pass(const RowParams& p, int block, RowScratch<float>& sum_s
     uint4 x[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-        in_row[v] = live && first + v * step < p.width;
+        in_row[v] = kThreads > 0 || (live && first + v * step < width);
         x[v] = in_row[v] ? load_vector<kCollapse>(p, source + v * step, pre) : make_uint4(0, 0, 0, 0);
     }
 
@@ -153,7 +161,7 @@ MDI_DEVICE void row_pass(const RowParams& p, int block, RowScratch<float>& sum_s
         float squares[kParts] = {};
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) squares[v % kParts] = add_squares(x[v], squares[v % kParts]);
-        const float rstd = reciprocal_rms(row_reduce(squares, Sum{}, 0.0f, sum_scratch), p.width, p.eps);
+        const float rstd = reciprocal_rms(row_reduce<kThreads>(squares, Sum{}, 0.0f, sum_scratch), width, p.eps);
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             if (!in_row[v]) continue;
@@ -163,7 +171,7 @@ MDI_DEVICE void row_pass(const RowParams& p, int block, RowScratch<float>& sum_s
         }
     }
     if (p.out != nullptr) {
-        bf16* out = p.out + static_cast<int64_t>(token) * p.width + first;
+        bf16* out = p.out + static_cast<int64_t>(token) * width + first;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v)
             if (in_row[v]) *reinterpret_cast<uint4*>(out + v * step) = x[v];
@@ -180,8 +188,8 @@ MDI_DEVICE void row_pass(const RowParams& p, int block, RowScratch<float>& sum_s
         row_byte[0] = max_of(row_byte[0], static_cast<uint32_t>(byte[v]));
     }
     const bool folded = p.quant == Quant::kFolded;
-    if (folded) row_byte[0] = row_reduce(row_byte, Max{}, 0u, max_scratch);
-    if (live) store_codes<kVectors>(p, token, folded, codes, byte, static_cast<int>(row_byte[0]));
+    if (folded) row_byte[0] = row_reduce<kThreads>(row_byte, Max{}, 0u, max_scratch);
+    if (live) store_codes<kVectors, kThreads>(p, token, folded, codes, byte, static_cast<int>(row_byte[0]));
 }
 
 // Threads of a row: whole warps, as few as hold the row. Depends on N only.

@@ -21,18 +21,19 @@
 // blocks (M = 16: lanes g < 4 hold the keys of the first, as rows g and g + 8, lanes g >= 4 those of the second). A warp without
 // blocks in a token's last step loads nothing and only takes part in the products.
 //
-// Measured on an H200, 4,096 tokens, 2,048 blocks of 131,072 keys each: 0.96 ms (with mma.sync, a token a warp: 1.05), 0.05 of it
-// `prepare`; without head sums 0.73 ms. Shared memory is busy 70 % of the time (275 cycles a token and SM: half of them the
-// fragments of A, a quarter B), the schedulers issue 66 %; the last step of a token is half empty on average.
+// Measured on an H200, 4,096 tokens, 2,048 blocks of 131,072 keys each: 0.90 ms (with mma.sync, a token a warp: 1.05), 0.05 of it
+// `prepare`. Shared memory takes 275 cycles of about 380 a token and SM (half of them the fragments of A, a quarter B), the last
+// step of a token is half empty on average. What counts are instructions: with the code of both buffers in a row, so that shared
+// addresses and descriptors are constants, a step has 89 and a token 33 beside them (in a loop over buffers 94 and 56: 0.96 ms).
+// What shortens waits instead does not help: items or fragments of the next step loaded ahead, three buffers, producers whose lanes
+// poll a slot each.
 //
 // Byte order of a block in shared memory: 16 bytes at 256 * s + 16 * (4 * (g % 4) + t) are the A fragment of K step s of lane
 // (g, t): words 2s and 2s + 1 of quarter t of key g % 4, interleaved with those of key g % 4 + 4.
-// A warp's lane 0 arrives on `empty` for all lanes, after __syncwarp; compute-sanitizer's racecheck does not follow that and reports
-// the reads before it (none when every lane arrives).
 // Head sums: score_tile.cuh. The order inside a bucket depends on atomics, a key's score does not depend on that order.
-// Limits: Hi <= 32, Di = 128, blocks of 8, pages of whole blocks, at most kMaxBuckets buckets (three rounds of 132 SMs: 478,368
-// entries in the page tables of all sequences) and kMaxCandidates candidates;
-// otherwise, or without a workspace, candidate_logits.cu does everything. Workspace: candidate_workspace_bytes().
+// Limits: Hi <= 32, Di = 128, blocks of 8, pages of whole blocks, kMaxFoldedCandidates candidates, kMaxFoldedEntries entries in the
+// page tables of all sequences (14 rounds of 132 SMs; every round goes through all tokens, about 0.1 ms for 4,096 of them that
+// want none of its blocks). ops/indexer.py gives what is past them to candidate_logits.cu. Workspace: candidate_workspace_bytes().
 // SASS: IGMMA
 #include "common/launch.h"
 #include "common/math.h"
@@ -48,9 +49,9 @@
 namespace mdi::indexer {
 namespace folded {  // its own names: on the CPU it shares a translation unit with candidate_logits.cu
 
-constexpr int kDim = 128;
-constexpr int kHeads = 32;
-constexpr int kBlockKeys = 8;
+constexpr int kDim = kFoldedHeadDim;
+constexpr int kHeads = kFoldedHeads;
+constexpr int kBlockKeys = kFoldedBlock;
 constexpr int kCodeBytes = kBlockKeys * kDim;
 constexpr int kFactorBytes = kBlockKeys * 4;
 constexpr int kGroups = 7;     // warpgroups that score
@@ -59,8 +60,7 @@ constexpr int kProducers = 2;  // warps that fetch; one takes 480 cycles a token
 constexpr int kSlots = kGroups * kBuffers;
 constexpr int kThreads = (4 * kGroups + kProducers) * 32;
 static_assert(kSlots % kProducers == 0, "a token of a warpgroup always has the same producer");
-constexpr int kMaxBuckets = 512;
-constexpr int kMaxCandidates = 8192;
+constexpr int kMaxOwners = 256;  // more SMs stay idle
 constexpr int kSharedBytes = 227 * 1024;
 
 // What a warpgroup needs of a token: its folded query rows as wgmma reads them, and the weights.
@@ -90,13 +90,18 @@ MDI_HOST_DEVICE constexpr uint32_t make_item(int position, int slot, int num_vis
 }
 MDI_HOST_DEVICE constexpr uint32_t column_bytes_of(uint32_t item) { return item & 0x1fff0u; }
 MDI_HOST_DEVICE constexpr uint32_t slot_bits_of(uint32_t item) { return item & 0x1fe0000u; }  // slot << 17
-static_assert(kMaxSlots <= 1 << 8 && kMaxCandidates <= 1 << 13, "fields of an item");
-static_assert(int64_t{kMaxBuckets} * kMaxBuckets * kMaxSlots < int64_t{1} << 32, "division by multiplication");
+static_assert(kMaxSlots <= 1 << 8 && kMaxFoldedCandidates <= 1 << 13, "fields of an item");
+
+constexpr int64_t kMaxBlocks = kMaxFoldedEntries / kBlockKeys;  // of all sequences
+// At least rounds x thread blocks, whatever their number
+constexpr int64_t buckets_of(int64_t num_blocks) { return num_blocks / 100 + 2 * kMaxOwners; }
+static_assert(kMaxSlots >= 100 && buckets_of(kMaxBlocks) < 1 << 16, "a bucket is half a word");
+static_assert(kMaxBlocks * kMaxOwners < int64_t{1} << 32, "division by multiplication");
 
 struct Workspace {
     TokenRecord* tokens;      // [T]
     uint32_t* items;          // [T, C]: items of bucket b at offsets[b]..offsets[b + 1]
-    uint16_t* offsets;        // [T, kMaxBuckets + 1]
+    uint16_t* offsets;        // [T, num_buckets + 1]
     uint8_t* marked_blocks;   // [B, blocks]
     uint8_t* marked_tokens;   // [T]
     int32_t* any_marked;      // [1]
@@ -106,6 +111,7 @@ struct Workspace {
     int num_owners;           // G: thread blocks of `score`
     int num_slots;            // key blocks of a thread block and round
     int num_rounds;
+    int num_buckets;          // rounds x thread blocks
 };
 
 int64_t place(int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t num_candidates, uint8_t* base, Workspace& w) {
@@ -118,7 +124,7 @@ int64_t place(int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t 
     w.tokens = reinterpret_cast<TokenRecord*>(take(num_tokens * static_cast<int64_t>(sizeof(TokenRecord))));
     w.items_stride = align_up<int64_t>(num_candidates, 4);
     w.items = reinterpret_cast<uint32_t*>(take(num_tokens * w.items_stride * 4 + 16));
-    w.offsets = reinterpret_cast<uint16_t*>(take(num_tokens * (kMaxBuckets + 1) * 2));
+    w.offsets = reinterpret_cast<uint16_t*>(take(num_tokens * (buckets_of(num_seqs * num_blocks) + 1) * 2));
     w.marked_blocks = take(num_seqs * num_blocks);
     w.marked_tokens = take(num_tokens);
     w.any_marked = reinterpret_cast<int32_t*>(take(16 + num_seqs * 4));
@@ -139,15 +145,11 @@ constexpr int kPrepareThreads = 256;
 
 // count[0..size) becomes its exclusive prefix sum; the whole thread block.
 __device__ __forceinline__ void prefix_sums(int* count, int size) {
-    constexpr int kEach = kMaxBuckets / kPrepareThreads;
     __shared__ int warp_total[kPrepareThreads / 32];
-    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-    int mine[kEach], total = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-        mine[i] = thread * kEach + i < size ? count[thread * kEach + i] : 0;
-        total += mine[i];
-    }
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, each = ceil_div(size, kPrepareThreads);
+    const int first = min_of(size, thread * each), last = min_of(size, first + each);
+    int total = 0;
+    for (int i = first; i < last; ++i) total += count[i];
     int before = total;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -158,10 +160,10 @@ __device__ __forceinline__ void prefix_sums(int* count, int size) {
     __syncthreads();
     before -= total;
     for (int i = 0; i < thread / 32; ++i) before += warp_total[i];
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-        if (thread * kEach + i < size) count[thread * kEach + i] = before;
-        before += mine[i];
+    for (int i = first; i < last; ++i) {
+        const int mine = count[i];
+        count[i] = before;
+        before += mine;
     }
     __syncthreads();
 }
@@ -189,16 +191,16 @@ __device__ __forceinline__ bool fold_query(const LogitsParams& p, int64_t token,
 }
 
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p, Workspace w) {
-    // per candidate: its item and its bucket, then the items in bucket order
+    // per candidate: its item and its bucket, then the items in bucket order; and the number of items of every bucket
     extern __shared__ uint8_t shared_bytes[];
     uint32_t* sorted = reinterpret_cast<uint32_t*>(shared_bytes);
     uint32_t* items = sorted + p.num_candidates;
     uint32_t* places = items + p.num_candidates;  // bucket << 16 | rank inside it
-    __shared__ int count[kMaxBuckets];
+    int* count = reinterpret_cast<int*>(places + p.num_candidates);
     __shared__ uint4 image[kHeads * kDim / 16];
     const int64_t token = blockIdx.x;
     const int seq = p.seq_of_token[token], visible = visible_of(p, token, seq);
-    const int num_buckets = w.num_owners * w.num_rounds;
+    const int num_buckets = w.num_buckets;
     for (int i = threadIdx.x; i < num_buckets; i += kPrepareThreads) count[i] = 0;
     bool ok = true;
     constexpr int kAhead = 8;  // candidates of a thread that are asked for before the queries are folded
@@ -224,8 +226,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
 
     const int limit = ceil_div(visible, kBlockKeys);  // blocks from here on have no visible entry
     const int first = seq * w.num_blocks;             // number of the sequence's first block
-    // number * inverse >> 32 is number / num_owners while their product is below 2^32; numbers are below kMaxBuckets * kMaxSlots
-    const uint32_t inverse = 0xffffffffu / static_cast<uint32_t>(w.num_owners) + 1;
+    // number * inverse >> 32 is number / num_owners while their product is below 2^32
+    const uint64_t inverse = 0xffffffffu / static_cast<uint32_t>(w.num_owners) + uint64_t{1};
     uint4* out = reinterpret_cast<uint4*>(p.out + token * p.out_stride);
     bool fits = true;
     for (int base = threadIdx.x; base < p.num_candidates; base += kAhead * kPrepareThreads) {
@@ -238,7 +240,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
             const bool seen = id >= 0 && id < limit;
             if (seen) {
                 const int number = first + id;
-                const int turn = static_cast<int>(static_cast<uint64_t>(number) * inverse >> 32);
+                const int turn = static_cast<int>(static_cast<uint32_t>(number) * inverse >> 32);
                 const int round = w.num_rounds == 1 ? 0 : turn / w.num_slots;
                 const int bucket = round * w.num_owners + number - turn * w.num_owners;
                 const int rank = atomicAdd(&count[bucket], 1);
@@ -253,7 +255,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(LogitsParams p
             places[i] = place;
         }
     }
-    uint16_t* offsets = w.offsets + token * (kMaxBuckets + 1);
+    uint16_t* offsets = w.offsets + token * (num_buckets + 1);
     if (__syncthreads_or(!fits) != 0) {  // a block that is named many times: the second pass scores this token
         for (int i = threadIdx.x; i <= num_buckets; i += kPrepareThreads) offsets[i] = 0;
         if (threadIdx.x == 0) {
@@ -375,7 +377,12 @@ __device__ __forceinline__ void store_where(uint32_t x, uint32_t threshold, uint
 
 // Keeps a value in its register: without it the compiler computes it again for every item.
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
-__device__ __forceinline__ void keep(uint64_t& x) { asm volatile("" : "+l"(x)); }
+
+// x, from the lane itself: a value that the assembler does not compute again either.
+__device__ __forceinline__ uint32_t pinned(uint32_t x) { return __shfl_sync(0xffffffffu, x, threadIdx.x % 32); }
+__device__ __forceinline__ uint64_t pinned(uint64_t x) {
+    return pinned(static_cast<uint32_t>(x)) | static_cast<uint64_t>(pinned(static_cast<uint32_t>(x >> 32))) << 32;
+}
 
 // wgmma.mma_async.sync.aligned.m64nNk32.s32.s8.s8, N = 8 kTiles: d = a * b (+ d when `accumulate`); a from registers, b K-major in
 // shared memory
@@ -439,7 +446,7 @@ __device__ __forceinline__ void produce(const LogitsParams& p, const Workspace& 
                                         uint32_t& phase) {
     const int lane = threadIdx.x % 32, end_token = padded_tokens(p.num_tokens);
     const auto offset_of = [&](int token, int which) {
-        const int64_t at_token = static_cast<int64_t>(token) * (kMaxBuckets + 1);
+        const int64_t at_token = static_cast<int64_t>(token) * (w.num_buckets + 1);
         return token < p.num_tokens ? static_cast<int>(w.offsets[at_token + bucket + which]) : 0;
     };
     constexpr uint32_t kStep = kProducers * static_cast<uint32_t>(sizeof(TokenSlot));
@@ -478,77 +485,75 @@ template <int kTiles>
 __device__ __forceinline__ void consume(const LogitsParams& p, const Workspace& w, const Shared& at, int group, uint32_t& phase) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint32_t key = g % 4 + 4 * (t % 2);  // of the lane's block, see the sums below
-    uint32_t threshold = t < 2 ? (key + 1) << 28 : 0xffffffffu;  // lanes t >= 2 hold what lanes t < 2 store
-    uint32_t my_rows = at.rows + lane % 16 * 16, my_factors = at.factors + key * 4, my_weights = kHeads * kDim + t * 16;
-    uint32_t odd = lane % 2;
+    const uint32_t threshold = t < 2 ? (key + 1) << 28 : 0xffffffffu;  // lanes t >= 2 hold what lanes t < 2 store
+    const uint32_t my_rows = pinned(at.rows + lane % 16 * 16), my_factors = pinned(at.factors + key * 4);
+    const uint32_t my_weights = kHeads * kDim + t * 16;
+    const bool odd = lane % 2 != 0;
     uint32_t start = 2 * warp + lane / 16;  // the lane's first item; in turns: the last ones must not always fall to the same warps
     uint64_t row_out = reinterpret_cast<uint64_t>(p.out + group * p.out_stride + key);
-    keep(threshold), keep(my_rows), keep(my_factors), keep(my_weights), keep(odd), keep(start), keep(row_out);
-    constexpr uint32_t kStep = kGroups * static_cast<uint32_t>(sizeof(TokenSlot));
-    uint32_t source = at.slots + group * static_cast<uint32_t>(sizeof(TokenSlot)), full = at.full + 8 * group;
-    const uint32_t end_source = source + kBuffers * kStep;
+    const uint64_t row_step = pinned(static_cast<uint64_t>(kGroups * 2 * p.out_stride));
+    const uint32_t first_source = at.slots + group * static_cast<uint32_t>(sizeof(TokenSlot)), first_full = at.full + 8 * group;
     const int end_token = padded_tokens(p.num_tokens);
     uint4 a[4] = {};
-    for (int token = group; token < end_token; token += kGroups) {
-        ptx::mbarrier_wait(full, phase);
-        const uint2 items = load_shared_64(source + static_cast<uint32_t>(offsetof(TokenSlot, first)));
-        uint32_t weight[2 * kTiles];
-        const uint4 pairs = load_shared_128(source + my_weights);
-        const uint32_t pair[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
+    for (int token = group; token < end_token; token += kSlots, phase ^= 1) {
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) weight[2 * n] = pair[n] << 16, weight[2 * n + 1] = pair[n] & 0xffff0000u;
-        fence_registers(weight);  // unpacked once
-        const int count = __shfl_sync(0xffffffffu, static_cast<int>(items.y), 0);  // known to be uniform
-        const uint64_t out = row_out;
-        const int index = static_cast<int>(start);
-        uint32_t list = items.x + 4 * index;
-        const uint64_t queries = smem_descriptor_k128(source);
-        int left = count;
-        const auto step = [&](auto whole) {  // whole: there are 8 items
-            const bool here = whole || index < left;
-            const uint32_t item = here ? load_shared_32(list) : 0;
-            const bool any_here = whole || __any_sync(0xffffffffu, here) != 0;  // false: this warp only takes part in the products
-            float factor = 0.0f;
-            if (any_here) {
-                const uint32_t bits = slot_bits_of(item);
-                const uint32_t row = (bits >> 7) + my_rows;
+        for (int buffer = 0; buffer < kBuffers; ++buffer) {  // straight-line code: shared addresses and descriptors are constants
+            const uint32_t source = first_source + buffer * kGroups * static_cast<uint32_t>(sizeof(TokenSlot));
+            const uint32_t full = first_full + buffer * 8 * kGroups;
+            ptx::mbarrier_wait(full, phase);
+            const uint2 items = load_shared_64(source + static_cast<uint32_t>(offsetof(TokenSlot, first)));
+            uint32_t weight[2 * kTiles];
+            const uint4 pairs = load_shared_128(source + my_weights);
+            const uint32_t pair[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
 #pragma unroll
-                for (int k = 0; k < 4; ++k) a[k] = load_shared_128(row + 256 * k);
-                factor = bits_float(load_shared_32((bits >> 12) + my_factors));
-            }
-            uint32_t acc[4 * kTiles];
-            fence_registers(acc);
+            for (int n = 0; n < kTiles; ++n) weight[2 * n] = pair[n] << 16, weight[2 * n + 1] = pair[n] & 0xffff0000u;
+            fence_registers(weight);  // unpacked once
+            int left = __shfl_sync(0xffffffffu, static_cast<int>(items.y), 0);  // known to be uniform
+            uint32_t list = items.x + 4 * start;
+            const uint64_t queries = smem_descriptor_k128(source);
+            const auto step = [&](auto whole) {  // whole: there are 8 items
+                const bool here = whole || static_cast<int>(start) < left;
+                const uint32_t item = here ? load_shared_32(list) : 0;
+                const bool any_here = whole || __any_sync(0xffffffffu, here) != 0;  // false: this warp only takes part in the products
+                float factor = 0.0f;
+                if (any_here) {
+                    const uint32_t bits = slot_bits_of(item);
+                    const uint32_t row = (bits >> 7) + my_rows;
 #pragma unroll
-            for (int k = 0; k < 4; ++k) keep(a[k].x), keep(a[k].y), keep(a[k].z), keep(a[k].w);
-            wgmma_fence();
+                    for (int k = 0; k < 4; ++k) a[k] = load_shared_128(row + 256 * k);
+                    factor = bits_float(load_shared_32((bits >> 12) + my_factors));
+                }
+                uint32_t acc[4 * kTiles];
+                fence_registers(acc);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) wgmma_s8<kTiles>(acc, a[k], advance_descriptor(queries, 32 * k), k > 0);
-            wgmma_commit();
-            wgmma_wait<0>();
-            fence_registers(acc);
-            if (!any_here) return;
-            // Sums start from -0, that is from their first term; against +0 that can only make a zero negative, see below
-            float low = -0.0f, high = -0.0f;
+                for (int k = 0; k < 4; ++k) keep(a[k].x), keep(a[k].y), keep(a[k].z), keep(a[k].w);
+                wgmma_fence();
 #pragma unroll
-            for (int n = 0; n < kTiles; ++n) {
-                add_folded_heads(low, acc[4 * n], acc[4 * n + 1], weight[2 * n], weight[2 * n + 1]);
-                add_folded_heads(high, acc[4 * n + 2], acc[4 * n + 3], weight[2 * n], weight[2 * n + 1]);
-            }
-            // lanes of even t go on with the low row, of odd t with the high one: p0 + p1 and p2 + p3
-            float sum = (odd != 0 ? high : low) + __shfl_xor_sync(0xffffffffu, odd != 0 ? low : high, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-            // + 0: a sum of nothing but zeros is +0 in the reference
-            const uint16_t value = to_bf16_bits(__fmaf_rn(sum, factor, 0.0f));
-            store_where(item, threshold, out + column_bytes_of(item), value);
-        };
-        for (; left >= 8; left -= 8, list += 32) step(std::true_type());
-        if (left != 0) step(std::false_type());
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(full + 8 * kSlots);  // empty
-        start = (start + 2) & 7;
-        row_out += kGroups * 2 * p.out_stride;
-        source += kStep, full += 8 * kGroups;
-        if (source == end_source) source -= kBuffers * kStep, full -= 8 * kSlots, phase ^= 1;
+                for (int k = 0; k < 4; ++k) wgmma_s8<kTiles>(acc, a[k], advance_descriptor(queries, 32 * k), k > 0);
+                wgmma_commit();
+                wgmma_wait<0>();
+                fence_registers(acc);
+                if (!any_here) return;
+                // Sums start from -0, that is from their first term; against +0 that can only make a zero negative, see below
+                float low = -0.0f, high = -0.0f;
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n) {
+                    add_folded_heads(low, acc[4 * n], acc[4 * n + 1], weight[2 * n], weight[2 * n + 1]);
+                    add_folded_heads(high, acc[4 * n + 2], acc[4 * n + 3], weight[2 * n], weight[2 * n + 1]);
+                }
+                // lanes of even t go on with the low row, of odd t with the high one: p0 + p1 and p2 + p3
+                float sum = (odd ? high : low) + __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+                sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+                // + 0: a sum of nothing but zeros is +0 in the reference
+                const uint16_t value = to_bf16_bits(__fmaf_rn(sum, factor, 0.0f));
+                store_where(item, threshold, row_out + column_bytes_of(item), value);
+            };
+            for (; left >= 8; left -= 8, list += 32) step(std::true_type());
+            if (left != 0) step(std::false_type());
+            ptx::mbarrier_arrive(full + 8 * kSlots);  // empty; every lane: faster than one lane after __syncwarp
+            start = (start + 2) & 7;
+            row_out += row_step;
+        }
     }
 }
 
@@ -564,7 +569,7 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Work
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSlots; ++i) {
             ptx::mbarrier_init(at.full + 8 * i, 1);
-            ptx::mbarrier_init(at.empty + 8 * i, 4);
+            ptx::mbarrier_init(at.empty + 8 * i, 128);
         }
         ptx::fence_mbarrier_init();
     }
@@ -599,15 +604,16 @@ void launch_score(const LogitsParams& p, const Workspace& w) {
            {dim3(static_cast<unsigned>(w.num_owners)), dim3(kThreads), bytes, p.stream}, p, w);
 }
 
-// Deals the key blocks of all sequences to the SMs; false: more than kMaxBuckets could hold.
-bool deal(const LogitsParams& p, Workspace& w) {
-    int device = 0;
+// Deals the key blocks of all sequences to the SMs.
+void deal(const LogitsParams& p, Workspace& w) {
+    int device = 0, num_sms = 0;
     check_cuda("indexer.candidate_logits", cudaGetDevice(&device));
-    check_cuda("indexer.candidate_logits", cudaDeviceGetAttribute(&w.num_owners, cudaDevAttrMultiProcessorCount, device));
-    const int64_t each = ceil_div<int64_t>(static_cast<int64_t>(p.num_seqs) * w.num_blocks, w.num_owners);
-    w.num_rounds = static_cast<int>(min_of<int64_t>(ceil_div<int64_t>(each, kMaxSlots), kMaxBuckets + 1));
-    w.num_slots = static_cast<int>(ceil_div<int64_t>(each, max_of(w.num_rounds, 1)));
-    return each > 0 && w.num_owners > 1 && w.num_rounds * w.num_owners <= kMaxBuckets;
+    check_cuda("indexer.candidate_logits", cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+    w.num_owners = min_of(num_sms, kMaxOwners);
+    const int each = max_of(1, ceil_div(p.num_seqs * w.num_blocks, w.num_owners));
+    w.num_rounds = ceil_div(each, kMaxSlots);
+    w.num_slots = ceil_div(each, w.num_rounds);
+    w.num_buckets = w.num_rounds * w.num_owners;
 }
 
 }  // namespace folded
@@ -619,23 +625,15 @@ int64_t candidate_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t 
 
 void launch_candidate_logits_sm90(const LogitsParams& params) {
     LogitsParams p = params;
-    const bool folds = p.workspace != nullptr && p.head_dim == folded::kDim && p.num_heads <= folded::kHeads &&
-                       p.block_size == folded::kBlockKeys && p.entries_per_page % folded::kBlockKeys == 0 &&
-                       p.num_candidates <= folded::kMaxCandidates && reinterpret_cast<uintptr_t>(p.keys) % 16 == 0 &&
-                       reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && p.out_stride % 8 == 0;
     folded::Workspace w;
-    if (folds)
-        folded::place(p.num_tokens, p.num_seqs, static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page / folded::kBlockKeys,
-                      p.num_candidates, p.workspace, w);
-    if (!folds || !folded::deal(p, w)) {
-        launch_candidate_logits(p);
-        return;
-    }
+    folded::place(p.num_tokens, p.num_seqs, static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page / folded::kBlockKeys,
+                  p.num_candidates, p.workspace, w);
+    folded::deal(p, w);
     check_cuda("indexer.candidate_logits",
                cudaMemsetAsync(w.any_marked, 0, 16 + static_cast<size_t>(p.num_seqs) * sizeof(int32_t), p.stream));
     launch("indexer.candidate_logits", folded::prepare_kernel,
            {dim3(static_cast<unsigned>(p.num_tokens)), dim3(folded::kPrepareThreads),
-            static_cast<size_t>(p.num_candidates) * 3 * sizeof(uint32_t), p.stream},
+            (static_cast<size_t>(p.num_candidates) * 3 + w.num_buckets) * sizeof(uint32_t), p.stream},
            p, w);
     if (p.num_heads <= 8) folded::launch_score<1>(p, w);
     else if (p.num_heads <= 16) folded::launch_score<2>(p, w);

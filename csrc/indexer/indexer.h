@@ -52,7 +52,7 @@ struct LogitsParams {
     uint16_t* out;                // [T, num_cols] bf16
     int64_t out_stride;           // elements
     int num_seqs;                 // B
-    uint8_t* workspace;           // sm90: logits_workspace_bytes() or candidate_workspace_bytes() bytes, 16-byte aligned; or null
+    uint8_t* workspace;           // sm90: logits_workspace_bytes() or candidate_workspace_bytes() bytes, 16-byte aligned
     // second pass of the sm90 kernels: the portable ones score only the marked tokens and keys (null: everything)
     const int32_t* any_marked;        // 0: nothing to do
     const uint8_t* marked_tokens;     // logits: [ceil(T / 16)], 16 tokens each; candidate_logits: [T]
@@ -60,6 +60,12 @@ struct LogitsParams {
     int marked_stride;
     cudaStream_t stream;
 };
+
+// What the sm90 score kernels take; ops/indexer.py gives other work to the portable ones.
+constexpr int kFoldedHeads = 32, kFoldedHeadDim = 128;           // at most; exactly
+constexpr int64_t kMaxFoldedStride = 1 << 26;                    // logits: 16 rows of scores are addressed with 32 bits
+constexpr int kFoldedBlock = 8, kMaxFoldedCandidates = 8192;     // candidate_logits: block_size; C
+constexpr int64_t kMaxFoldedEntries = 1 << 21;                   // candidate_logits: of all page tables
 
 struct TopkParams {
     int num_tokens, num_cols, k, num_blocks;  // picks of topk, blocks of candidate_blocks

@@ -171,6 +171,11 @@ inline void logits(const Tensor& q_codes, const Tensor& q_scale, const Tensor& w
 }
 
 #ifdef MDI_WITH_SM90
+inline void check_folds(const char* op, const LogitsParams& p, const Tensor& q_codes) {
+    MDI_CHECK(op, q_codes, p.num_heads <= kFoldedHeads && p.head_dim == kFoldedHeadDim, "must have at most ", kFoldedHeads,
+              " heads of ", kFoldedHeadDim, " to be folded, got ", list_string(q_codes.sizes()));
+}
+
 inline void logits_sm90(const Tensor& q_codes, const Tensor& q_scale, const Tensor& weights, const Tensor& keys,
                         const Tensor& page_table, const Tensor& seq_of_token, const Tensor& visible, int64_t entries_per_page,
                         const Tensor& workspace, const Tensor& out) {
@@ -180,14 +185,12 @@ inline void logits_sm90(const Tensor& q_codes, const Tensor& q_scale, const Tens
                                    scope);
     check_all(op, scope, {{"workspace", workspace}});
     MDI_CHECK_DTYPE(op, workspace, ScalarType::Byte);
-    if (workspace.numel() > 0) {  // none: the portable kernel runs
-        MDI_CHECK(op, q_codes, p.num_heads <= 32 && p.head_dim == 128, "must have at most 32 heads of 128 to be folded, got ",
-                  list_string(q_codes.sizes()));
-        const int64_t needed = logits_workspace_bytes(p.num_tokens, p.num_seqs, p.num_cols);
-        MDI_CHECK(op, workspace, workspace.numel() >= needed, "must hold ", needed, " bytes, got ", workspace.numel());
-        MDI_CHECK_ALIGN(op, workspace, 16);
-        p.workspace = data<uint8_t>(workspace);
-    }
+    check_folds(op, p, q_codes);
+    MDI_CHECK(op, out, p.out_stride <= kMaxFoldedStride, "must have rows at most ", kMaxFoldedStride, " apart, got ", p.out_stride);
+    const int64_t needed = logits_workspace_bytes(p.num_tokens, p.num_seqs, p.num_cols);
+    MDI_CHECK(op, workspace, workspace.numel() >= needed, "must hold ", needed, " bytes, got ", workspace.numel());
+    MDI_CHECK_ALIGN(op, workspace, 16);
+    p.workspace = data<uint8_t>(workspace);
     launch_logits_sm90(p);
 }
 #endif
@@ -229,14 +232,21 @@ inline void candidate_logits_sm90(const Tensor& q_codes, const Tensor& q_scale, 
                                       candidates, block_size, out, scope);
     check_all(op, scope, {{"workspace", workspace}});
     MDI_CHECK_DTYPE(op, workspace, ScalarType::Byte);
-    if (workspace.numel() > 0) {  // none: the portable kernel runs
-        const int64_t needed =
-            candidate_workspace_bytes(p.num_tokens, p.num_seqs, static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page,
-                                      p.num_candidates);
-        MDI_CHECK(op, workspace, workspace.numel() >= needed, "must hold ", needed, " bytes, got ", workspace.numel());
-        MDI_CHECK_ALIGN(op, workspace, 16);
-        p.workspace = data<uint8_t>(workspace);
-    }
+    check_folds(op, p, q_codes);
+    MDI_CHECK(op, candidates, p.block_size == kFoldedBlock && entries_per_page % kFoldedBlock == 0,
+              "must be blocks of ", kFoldedBlock, " in pages of whole blocks, got block_size=", block_size,
+              " and entries_per_page=", entries_per_page);
+    MDI_CHECK(op, candidates, p.num_candidates <= kMaxFoldedCandidates, "must have at most ", kMaxFoldedCandidates,
+              " columns, got ", p.num_candidates);
+    const int64_t entries = static_cast<int64_t>(p.pages_per_seq) * p.entries_per_page;
+    MDI_CHECK(op, page_table, p.num_seqs * entries <= kMaxFoldedEntries, "must hold at most ", kMaxFoldedEntries, " entries, got ",
+              p.num_seqs * entries);
+    MDI_CHECK_ALIGN(op, keys, 16);
+    MDI_CHECK_ALIGN(op, out, 16);
+    const int64_t needed = candidate_workspace_bytes(p.num_tokens, p.num_seqs, entries, p.num_candidates);
+    MDI_CHECK(op, workspace, workspace.numel() >= needed, "must hold ", needed, " bytes, got ", workspace.numel());
+    MDI_CHECK_ALIGN(op, workspace, 16);
+    p.workspace = data<uint8_t>(workspace);
     launch_candidate_logits_sm90(p);
 }
 #endif

@@ -25,17 +25,16 @@
 // warpgroup's products run beside the others' head sums: four of them, with four warps a scheduler, overlap better than two
 // with two accumulator sets each. Query rows are placed so that a lane of a quad holds all heads of one token: column 8j + 2t + e
 // is head 2j + e of token t, so head sums need no exchange. Per pair of heads: 2 conversions, 1 packing with relu, 2 bf16x2
-// multiplies, 2 additions; the four partial sums are those of score_tile.cuh: (p0 + p1) + (p2 + p3). Measured on an H200,
-// 4,096 tokens x 65,536 columns: products alone 1.29 ms, head sums alone 1.37 ms, together 1.97 ms (a guess at the rest:
-// the products take register ports from the sums).
+// multiplies, 2 additions; the four partial sums are those of score_tile.cuh: (p0 + p1) + (p2 + p3). The tiles go through the ring
+// in turns of kStages, each in straight-line code whose shared addresses and descriptors are constants: 243 instructions a tile and
+// warp, 222 of them the sums, where a loop over tiles has 272. The last turn of a run is filled up with empty tiles. Measured on an
+// H200, 4,096 tokens x 65,536 / 131,072 columns: 1.90 / 3.68 ms (in a loop over tiles 1.97 / 3.88; there products alone 1.29, head
+// sums alone 1.37 at 65,536). One multiply for both heads of a pair and two instructions that part the products is slower.
 //
-// A warp's lane 0 arrives on `empty` for all lanes, after __syncwarp; compute-sanitizer's racecheck does not follow that and reports
-// the reads before it (none when every lane arrives).
 // Shared memory: 2 x 65.3 KiB of queries (double-buffered) + 6 x 9 KiB of key tiles = 185 KiB.
 // Workspace: logits_workspace_bytes(), about 4.1 KiB a token + 132 bytes a sequence and column.
-// Limits: Hi <= 32, Di = 128, row stride of the scores <= 2^26; otherwise, or without a workspace, the portable kernel runs.
-// ops/indexer.py gives no workspace for other shapes, for batches of fewer than 16 tokens a sequence (they would fold more keys
-// than they score), and past 2 GiB.
+// Limits: Hi <= 32, Di = 128, row stride of the scores <= kMaxFoldedStride. ops/indexer.py gives to the portable kernel what is past
+// them, batches of fewer than 16 tokens a sequence (they would fold more keys than they score) and workspaces of more than 2 GiB.
 // SASS: IGMMA
 #include "common/launch.h"
 #include "common/math.h"
@@ -49,15 +48,14 @@
 namespace mdi::indexer {
 namespace {
 
-constexpr int kHeads = 32;
-constexpr int kDim = 128;
+constexpr int kHeads = kFoldedHeads;
+constexpr int kDim = kFoldedHeadDim;
 constexpr int kTokens = 16;                   // of a unit
 constexpr int kGroups = 4;                    // warpgroups that score
 constexpr int kGroupTokens = kTokens / kGroups;
 constexpr int kTileKeys = 64;
 constexpr int kStages = 6;
 constexpr int kImageBytes = kGroupTokens * kHeads * kDim;  // one warpgroup's queries
-constexpr int64_t kMaxStride = 1 << 26;       // 16 rows of scores are addressed with 32 bits
 
 struct Run {  // tokens begin..end-1 of the block belong to sequence seq; the most visible of them sees `limit` entries
     int begin, end, seq, limit;
@@ -339,11 +337,12 @@ struct Producer {
                 const Run run = record.meta.run[r];
                 const int num_tiles = tiles_of(unit, run.limit);
                 const KeyRecord* source = w.keys + static_cast<int64_t>(run.seq) * w.num_tiles + unit.first_col / kTileKeys;
-                for (int tile = 0; tile < num_tiles; ++tile) {
+                for (int tile = 0; tile < align_up(num_tiles, kStages); ++tile) {
                     ptx::mbarrier_wait(ptx::smem_address(&shared.empty[stage]), phase ^ 1);
                     const uint32_t full = ptx::smem_address(&shared.full[stage]);
-                    ptx::mbarrier_arrive_expect_tx(full, sizeof(KeyRecord));
-                    ptx::bulk_load(ptx::smem_address(&shared.stage[stage]), source + tile, sizeof(KeyRecord), full);
+                    const bool there = tile < num_tiles;  // the others fill up the last turn
+                    ptx::mbarrier_arrive_expect_tx(full, there ? sizeof(KeyRecord) : 0);
+                    if (there) ptx::bulk_load(ptx::smem_address(&shared.stage[stage]), source + tile, sizeof(KeyRecord), full);
                     stage = stage + 1 == kStages ? 0 : stage + 1;
                     phase ^= stage == 0;
                 }
@@ -364,10 +363,8 @@ __device__ __forceinline__ void fill_neg_inf(uint16_t* row, int begin, int end, 
 }
 
 struct Consumer {
-    // The products of a tile: 64 keys x 4 tokens. Operands at shared addresses. 64-bit additions are one uniform instruction each;
-    // descriptors put together from halves take two moves more a product.
-    static __device__ __forceinline__ void issue(uint32_t (&acc)[kAccumulators], uint32_t keys, uint32_t queries) {
-        const uint64_t a = smem_descriptor_k128(keys), b = smem_descriptor_k128(queries);
+    // The products of a tile: 64 keys x 4 tokens. Operands as descriptors.
+    static __device__ __forceinline__ void issue(uint32_t (&acc)[kAccumulators], uint64_t a, uint64_t b) {
 #pragma unroll
         for (int k = 0; k < kDim / 32; ++k) wgmma_s8_n128(acc, advance_descriptor(a, 32 * k), advance_descriptor(b, 32 * k), k > 0);
     }
@@ -393,7 +390,7 @@ struct Consumer {
                                                int64_t num_units) {
         const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const bool aligned = (reinterpret_cast<uintptr_t>(p.out) & 3) == 0 && p.out_stride % 2 == 0;
-        // shared addresses in the tile loop are this one plus a constant and a multiple of the stage
+        // shared addresses in the tile loop are this one plus a constant
         uint32_t base = ptx::smem_address(&shared);
         asm volatile("" : "+r"(base));
         const auto at = [&](const void* member) {
@@ -401,13 +398,14 @@ struct Consumer {
         };
         int buffer = 0;
         uint32_t phase = 0, query_phase = 0;
-        uint32_t keys = at(&shared.stage), full = at(shared.full);  // of the next tile
-        const uint32_t end_full = full + 8 * kStages;
+        // of the first tile of a turn
+        const uint64_t keys = smem_descriptor_k128(at(&shared.stage));
+        const uint32_t full = at(shared.full), factors = at(&shared.stage) + kTileKeys * kDim + (warp * 16 + g) * 4;
         for (int64_t index = blockIdx.x; index < num_units; index += gridDim.x) {
             const Unit unit = unit_of(p, w, index);
             ptx::mbarrier_wait(at(&shared.query_full[buffer]), query_phase);
             const QueryMeta& meta = shared.meta[buffer];
-            const uint32_t queries = at(shared.queries[buffer][group]);
+            const uint64_t queries = smem_descriptor_k128(at(shared.queries[buffer][group]));
             uint32_t weight[kHeads];  // bf16 in the upper half
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -429,36 +427,46 @@ struct Consumer {
                 const int plain = __reduce_min_sync(0xffffffffu, aligned && mine(number) ? min_of(p.num_cols, meta.visible[number]) : 0);
                 const int plain_tiles = max_of(0, plain - unit.first_col) / kTileKeys;
                 const int first_col = unit.first_col + warp * 16 + 2 * g;
-                // rows of the unit and a 32-bit offset: one addition a tile
+                // rows of the unit and a 32-bit offset: one addition a turn
                 uint8_t* block_out = reinterpret_cast<uint8_t*>(p.out + static_cast<int64_t>(unit.block) * kTokens * p.out_stride);
                 uint32_t offset = (static_cast<uint32_t>(number) * static_cast<uint32_t>(p.out_stride) + first_col) * 2;
-                const auto next_tile = [&] {  // scores of the thread's two columns
+                // scores of the thread's two columns of the turn's tile i
+                const auto scores = [&](int i) {
                     uint32_t acc[kAccumulators];
-                    ptx::mbarrier_wait(full, phase);
+                    ptx::mbarrier_wait(full + 8 * i, phase);
                     __syncwarp();
                     fence_registers(acc);
                     wgmma_fence();
-                    issue(acc, keys, queries);
+                    issue(acc, advance_descriptor(keys, i * sizeof(SharedStorage::Stage)), queries);
                     wgmma_commit();
-                    const uint32_t factor = keys + kTileKeys * kDim + (warp * 16 + g) * 4;
+                    const uint32_t factor = factors + i * sizeof(SharedStorage::Stage);
                     const float factor_even = load_shared_float(factor), factor_odd = load_shared_float(factor + 32);
                     wgmma_wait<0>();  // meanwhile the other warpgroups add up
                     fence_registers(acc);
-                    __syncwarp();  // every lane has its factors
-                    if (lane == 0) ptx::mbarrier_arrive(full + 8 * kStages);  // empty
-                    keys += sizeof(SharedStorage::Stage), full += 8;
-                    if (full == end_full) keys -= kStages * sizeof(SharedStorage::Stage), full -= 8 * kStages, phase ^= 1;
+                    ptx::mbarrier_arrive(full + 8 * (kStages + i));  // empty
                     float sum[2];
                     head_sums(acc, weight, sum);
                     return finish(sum, factor_even, factor_odd);
                 };
-                int tile = 0;
-                for (; tile < min_of(plain_tiles, num_tiles); ++tile, offset += kTileKeys * 2)
-                    *reinterpret_cast<uint32_t*>(block_out + offset) = next_tile();
-                for (; tile < num_tiles; ++tile, offset += kTileKeys * 2) {
-                    const uint32_t pair = next_tile();
-                    uint16_t* out = reinterpret_cast<uint16_t*>(block_out + offset);
-                    if (mine(number)) store(out, first_col + tile * kTileKeys, meta.visible[number], p.num_cols, aligned, pair);
+                for (int turn = 0; turn < num_tiles; turn += kStages, offset += kStages * kTileKeys * 2, phase ^= 1) {
+                    if (turn + kStages <= min_of(plain_tiles, num_tiles)) {
+#pragma unroll
+                        for (int i = 0; i < kStages; ++i)
+                            *reinterpret_cast<uint32_t*>(block_out + offset + i * kTileKeys * 2) = scores(i);
+                        continue;
+                    }
+#pragma unroll 1
+                    for (int i = 0; i < kStages; ++i) {
+                        if (turn + i >= num_tiles) {  // fills up the turn
+                            ptx::mbarrier_wait(full + 8 * i, phase);
+                            ptx::mbarrier_arrive(full + 8 * (kStages + i));
+                            continue;
+                        }
+                        const uint32_t pair = scores(i);
+                        uint16_t* out = reinterpret_cast<uint16_t*>(block_out + offset + i * kTileKeys * 2);
+                        const int column = first_col + (turn + i) * kTileKeys;
+                        if (mine(number)) store(out, column, meta.visible[number], p.num_cols, aligned, pair);
+                    }
                 }
                 const int filled = unit.first_col + num_tiles * kTileKeys;
                 const int other = group * kGroupTokens + warp;  // one token a warp
@@ -479,7 +487,7 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(LogitsParams p, Work
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&shared.full[i]), 1);
-            ptx::mbarrier_init(ptx::smem_address(&shared.empty[i]), kGroups * 4);
+            ptx::mbarrier_init(ptx::smem_address(&shared.empty[i]), kGroups * 128);   // every lane
         }
         for (int i = 0; i < 2; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&shared.query_full[i]), 1);
@@ -518,10 +526,6 @@ int64_t logits_workspace_bytes(int64_t num_tokens, int64_t num_seqs, int64_t num
 
 void launch_logits_sm90(const LogitsParams& params) {
     if (params.num_tokens == 0 || params.num_cols == 0) return;
-    if (params.workspace == nullptr || params.out_stride > kMaxStride) {
-        launch_logits(params);
-        return;
-    }
     LogitsParams p = params;
     Workspace w;
     place(p.num_tokens, p.num_seqs, p.num_cols, p.workspace, w);

@@ -1,4 +1,4 @@
-// Grouped product over experts with FP8 wgmma (sm_90a), MXFP4 weights as stored:
+// Grouped product over experts with FP8 wgmma (sm_90a), MXFP4 weights in the packed layout of ops/packed_weight.py:
 //     out[i, o] = bf16( sum_k A'[i, k] * B'[e(i), o, k] ) * 2^S_a(i) * 2^S_b(e, o)
 // A' are the rows of fold_rows (one scale per row, columns reordered inside every 128), B' = E2M1 * 2^(byte - row's
 // largest byte + 6), exact in E4M3 (docs/numerics.md). Both row scales are powers of two: applied after the rounding.
@@ -9,8 +9,10 @@
 //
 // A cluster of two blocks computes 256 columns x up to 224 rows; both need the same rows, each fetches half of them
 // by TMA and multicasts. Block roles (384 threads):
-//   warp 0       TMA into a ring of five stages of 128 columns of K: rows (128-byte swizzle) and packed weights
-//   warps 1..3   the scale bytes of a stage, as distances to the column's largest, and what the epilogue wants to know
+//   warp 0       into a ring of five stages of 128 columns of K: rows (128-byte swizzle) and FP4 words by TMA, and by a plain
+//                copy the shifts: how far the scale of each group of 32 columns is below the largest of its row of weights
+//   warp 1       the tiles of the next rounds, with their scales: searching is done by nobody who is waited for
+//   warps 2, 3   finished rows of a warpgroup each, from shared memory to global, beside the next tile's products
 //   warpgroups 1, 2 (64 columns each)   per stage, for each half of a tile wider than 176 rows (else once):
 //     issue four wgmma m64nNk32 on the fragments of this stage; while they run, expand the next stage's weights into the
 //     other set of fragments (during a tile's last stage those of the next tile's first) and read what the ones after that
@@ -22,23 +24,27 @@
 // fourth quarter and every other instruction adds a cycle. Why three quarters is a guess: a wgmma that reads its
 // accumulators may keep other instructions from the register file, and the first of a chain of four reads none.
 // The design follows the rule: wide tiles and long N (expansion and loop cost the same for any number of rows), two steps
-// for each turn of the loop, everything of a stage at one address, no turns and no barriers between the warpgroups, and
-// few instructions in the warps that convert scales. Registers set the limit of the width: 224 rows are 112 fp32 sums, 56
-// of the tensor core and 32 of fragments; one chain of 176 rows 88, 88 and 32.
+// for each turn of the loop, everything of a stage at one address, no turns and no barriers between the warpgroups,
+// and what can be computed once at the load is not computed here (seven instructions expand eight weights; with the signs
+// where the checkpoint has them it takes nine, and the shifts took three warps). Registers set the limit of the width: 224
+// rows are 112 fp32 sums, 56 of the tensor core and 32 of fragments; one chain of 176 rows 88, 88 and 32.
 //
 // Lane t of a quad owns scale group t of the 128 columns, 16 bytes per weight row: word j of them is its part of the
 // j-th wgmma. Expansion is a byte look-up (prmt) in the eight magnitudes of the group's scale, then the signs.
-// Epilogue by halves: sums -> bf16 -> scales -> stmatrix transposed to [row][column] -> 16-byte stores of rows that exist.
+// Epilogue in pieces of 48 rows: sums -> bf16 -> scales -> stmatrix transposed to [row][column] in one of two buffers, and
+// from there the copying warp makes 16-byte stores of the rows that exist.
 //
 // Tiles are dealt by descending width, back and forth (scheduler.cuh): all clusters get about the same work.
 //
-// Barriers: full[s] counts the block's own producer (with all bytes of both halves) and a scale warp; empty[s] counts one
-// arrival per consumer warp of both blocks, because a stage is overwritten in both at once: lane r of a warp arrives in
-// block r, after the wgmma that used what all lanes had read. Consumers wait two stages ahead, also past the last tile:
-// there the producer and a scale warp arrive without having brought anything. On the form before this one
-// compute-sanitizer's racecheck reports 8 hazards at K = 1,024, O = 640 (none at K = 384), on reads that the barriers
-// order; whether they are false, because only two lanes arrive, has not been established.
-// Shared memory 226 KiB: ring 5 x 37, output tiles 2 x 14, tiles 10, infos 3. Registers 232 x 256 + 40 x 128.
+// Barriers: full[s] counts the producer, with all bytes of both halves; empty[s] counts one arrival per consumer warp
+// of both blocks, because a stage is overwritten in both at once: lane r of a warp arrives in block r, after the wgmma
+// that used what all lanes had read. Consumers wait two stages ahead, also past the last tile: there the producer arrives
+// without having brought anything. ready and free of a TileInfo: warp 1 has written it, everybody else has read it.
+// full and empty of a Piece: between a warpgroup and its copying warp.
+// compute-sanitizer's racecheck does not follow __syncwarp to the arrival of another lane and reports the reads of the
+// shifts (write after read, by the producer's next copy). With every lane arriving in its own block, which is 0.6 % slower,
+// it reports nothing.
+// Shared memory 222 KiB: ring 5 x 37, output 2 x 2 x 6, tiles 10, infos 3. Registers 232 x 256 + 40 x 128.
 // SASS: QGMMA
 // Limits: E <= 1024, K and O multiples of 32. Rows at or past offsets[E] are never written.
 #include "common/launch.h"
@@ -55,7 +61,8 @@ namespace {
 constexpr int kCluster = 2;
 constexpr int kColumns = 128;                       // output columns of a block
 constexpr int kMaxRows = 224;                       // rows of a tile
-constexpr int kStoreRows = 112;                     // of a tile, staged at a time: wider ones are stored in two halves
+constexpr int kPieceRows = 48;                      // of a tile, on their way out at a time
+constexpr int kPieces = 2;                          // buffers of a warpgroup
 constexpr int kBlockK = 128;
 constexpr int kStages = 5;
 constexpr int kConsumers = 2;                       // warpgroups
@@ -63,26 +70,32 @@ constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kRowStep = 16;                        // the width of a tile is a multiple of it
 constexpr int kNumWidths = kMaxRows / kRowStep;
 constexpr int kCodeBytes = kColumns * kBlockK / 2;  // FP4 weights of a stage
-constexpr int kFullArrivals = 1 + 32;               // the producer and a warp of convert_scales
 constexpr int kEmptyArrivals = kCluster * kConsumers * 4;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 static_assert(kConsumerRegisters * 256 + kProducerRegisters * 128 <= 168 * kThreads, "setmaxnreg: what the launch took");
 
 using Scheduler = TileScheduler<kMaxRows, kCluster * kColumns, kThreads, true>;
 
-// What the epilogue wants to know about a tile, laid out by convert_scales ahead of the consumers, who never search or load
+// What a tile means for this block.
+struct Work {
+    int64_t first_row;  // of out and of folded
+    int expert;
+    int num_rows;       // 1 .. 224
+    int width;          // num_rows rounded up to 16: the N of the product
+    int first_column;   // of this block
+};
+
+// The cluster's tile of one round, laid out ahead by describe. Finding a tile takes longer than a step, for which the ring is
+// not deep enough: while the producer did it, the product took 6 to 10 % longer.
 struct alignas(16) TileInfo {
-    int64_t first_row;
-    int num_rows, width, first_column;
+    Work work;
     int has_next;
     uint16_t rows[kMaxRows];     // scales of the rows, bf16
     uint16_t columns[kColumns];  // scales of the columns, 2^(largest byte - 127 - 6), bf16
+    uint64_t ready, free;        // barriers
 };
-// It is written when the stage of the tile's first step is empty: the consumers are then past the epilogue of kInfos tiles
-// before, if a tile has at least kMinSteps steps.
-constexpr int kInfos = 4, kMinSteps = 2;
+constexpr int kInfos = 4;
 constexpr int kAhead = 2;  // stages that the consumers wait for past the last step of all; nothing is in them
-static_assert((kInfos - 1) * kMinSteps >= kStages, "a TileInfo is overwritten too early");
 
 // Everything of a stage at one distance from stage 0: the loop needs a single address for all of it.
 struct Stage {
@@ -92,15 +105,20 @@ struct Stage {
     uint64_t full, empty;
 };
 
+// Finished rows of a warpgroup
+struct Piece {
+    alignas(128) uint8_t rows[kPieceRows * 128];  // [row][64 columns bf16]; chunk c of row r at c ^ (r % 8)
+    uint64_t full, empty;
+};
+
 struct SharedStorage {
     Stage stages[kStages];
-    alignas(1024) uint8_t staged[kConsumers][kStoreRows * 128];  // [row][64 columns bf16]; chunk c of row r at c ^ (r % 8)
+    Piece pieces[kConsumers][kPieces];
     alignas(16) uint2 magnitudes[16];  // [d]: E4M3 bytes of 0 .5 1 1.5 2 3 4 6 times 2^(6 - d), d = 15: zeros
     Scheduler::Storage tiles;
     int num_tiles;
     TileInfo info[kInfos];  // of the cluster's tile of round r: r % kInfos
 };
-static_assert(kStages >= 3, "convert_scales starts in stages 0, 1, 2");
 static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory");
 
 // One TMA map of the folded rows for each width: a block's share of the rows is one copy. One of the packed weights.
@@ -109,26 +127,17 @@ struct Maps {
     CUtensorMap codes;                // boxes of 64 bytes x kColumns output columns
 };
 
-// What a tile means for this block.
-struct Work {
-    int expert;
-    int64_t first_row;  // of out and of folded
-    int num_rows;       // 1 .. 224
-    int width;          // num_rows rounded up to 16: the N of the product
-    int first_column;   // of this block
-};
-
 __device__ __forceinline__ Work find_work(const SharedStorage& shared, const GroupedGemmSm90Params& p, int tile, int rank) {
     const Tile t = Scheduler::find(shared.tiles, p.num_experts, p.num_out, tile);
     const int share = align_up(ceil_div(t.expert_rows, t.num_row_tiles), kRowStep);  // <= 224, and no tile is left without rows
     const int rows = min(share, t.expert_rows - t.row_tile * share);
-    return {t.expert, static_cast<int64_t>(t.expert_begin) + t.row_tile * share, rows, align_up(rows, kRowStep),
+    return {static_cast<int64_t>(t.expert_begin) + t.row_tile * share, t.expert, rows, align_up(rows, kRowStep),
             t.first_column + rank * kColumns};
 }
 
 // Steps of a tile, an even number. Those past K multiply zeros.
 __device__ __forceinline__ int steps_of(const GroupedGemmSm90Params& p) {
-    return max(align_up(ceil_div(p.k, kBlockK), 2), kMinSteps);
+    return align_up(ceil_div(p.k, kBlockK), 2);
 }
 
 // This cluster's tile of a round. The registers are read where they are wanted, not kept.
@@ -158,22 +167,29 @@ struct Ring {
 // -- producer ---------------------------------------------------------------------------------------------------------
 
 // One thread fills the ring: this block's share of the rows for both blocks, and this block's weights.
-__device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, const Maps& maps, int num_tiles,
-                        int num_steps, int rank) {
+__device__ void produce(SharedStorage& shared, const GroupedGemmSm90Params& p, const Maps& maps, int num_steps, int rank) {
     Ring ring;
-    for (int round = 0;; ++round) {
-        const int tile = dealt(round);
-        if (tile >= num_tiles) break;
-        const Work work = find_work(shared, p, tile, rank);
+    bool more = dealt(0) < shared.num_tiles;
+    for (int round = 0; more; ++round) {
+        TileInfo& info = shared.info[round % kInfos];
+        ptx::mbarrier_wait(ptx::smem_address(&info.ready), round / kInfos & 1);
+        const Work work = info.work;
+        more = info.has_next;
+        ptx::mbarrier_arrive(ptx::smem_address(&info.free));
         const int half = work.width / kCluster;
         const CUtensorMap* map = &maps.half_of[work.width / kRowStep - 1];
         const int y = static_cast<int>(work.first_row) + rank * half;
         const int column = work.expert * p.num_out + work.first_column;  // E * O <= 2^30
-        for (int step = 0; step < num_steps; ++step, ring.advance()) {
+        const uint32_t shift_bytes = 4 * max(min(p.num_out - work.first_column, kColumns), 0);  // of the columns that exist
+        const uint8_t* shifts =
+            p.shifts + 4 * (static_cast<int64_t>(work.expert) * ceil_div(p.k, kBlockK) * p.num_out + work.first_column);
+        for (int step = 0; step < num_steps; ++step, ring.advance(), shifts += 4 * p.num_out) {
             Stage& stage = ring.stage(shared);
             ptx::mbarrier_wait(ptx::smem_address(&stage.empty), ring.phase ^ 1);
             const uint32_t full = ptx::smem_address(&stage.full);
-            ptx::mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(work.width * kBlockK + kCodeBytes));
+            const uint32_t here = step * kBlockK < p.k ? shift_bytes : 0;
+            ptx::mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(work.width * kBlockK + kCodeBytes) + here);
+            if (here > 0) ptx::bulk_load(ptx::smem_address(stage.shifts), shifts, here, full);
             ptx::tma_load_2d(ptx::smem_address(stage.codes), &maps.codes, full, step * (kBlockK / 2), column);
             const uint32_t target = ptx::smem_address(stage.rows) + rank * half * kBlockK;
             ptx::tma_load_2d_multicast(target, map, full, step * kBlockK, y, 0x3);
@@ -192,100 +208,94 @@ __device__ __forceinline__ uint16_t power_of_two(uint32_t byte, uint32_t down) {
     return static_cast<uint16_t>(byte > down ? (byte - down) << 7 : 0x40u >> (down - byte));
 }
 
-// Computed once: the compiler would do it again at every use.
-__device__ __forceinline__ const uint8_t* opaque(const uint8_t* pointer) {
-    asm volatile("" : "+l"(pointer));
-    return pointer;
+// One warp: the cluster's tiles and their scales, up to kInfos tiles ahead.
+__device__ void describe(SharedStorage& shared, const GroupedGemmSm90Params& p, int num_tiles, int rank) {
+    constexpr int kPerLane = kColumns / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    for (int round = 0;; ++round) {
+        const int tile = dealt(round);
+        if (tile >= num_tiles) break;
+        const Work work = find_work(shared, p, tile, rank);
+        uint32_t exponents[kMaxRows / 32] = {}, largest[kPerLane] = {};
+#pragma unroll
+        for (int i = 0; i < kMaxRows / 32; ++i)
+            if (lane + 32 * i < work.num_rows) exponents[i] = float_bits(p.row_scale[work.first_row + lane + 32 * i]);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i)
+            if (work.first_column + lane + 32 * i < p.num_out)
+                largest[i] = p.largest[work.expert * p.num_out + work.first_column + lane + 32 * i];  // E * O <= 2^30
+        TileInfo& info = shared.info[round % kInfos];
+        ptx::mbarrier_wait(ptx::smem_address(&info.free), round / kInfos & 1 ^ 1);
+        if (lane == 0) {
+            info.work = work;
+            info.has_next = dealt(round + 1) < num_tiles;
+        }
+#pragma unroll
+        for (int i = 0; i < kMaxRows / 32; ++i) info.rows[lane + 32 * i] = power_of_two(exponents[i] >> 23, 0);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) info.columns[lane + 32 * i] = power_of_two(largest[i], 6);
+        ptx::mbarrier_arrive(ptx::smem_address(&info.ready));
+    }
 }
 
+// st.global.v4: the compiler would split it
+__device__ __forceinline__ void store_global(void* address, const uint4& v) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#else
+    *static_cast<uint4*>(address) = v;
+#endif
+}
+
+__device__ __forceinline__ uint4 load_shared_vector(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+// One warp for each warpgroup: finished rows, shared memory -> global.
+__device__ void copy_out(SharedStorage& shared, const GroupedGemmSm90Params& p, int group) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    int count = 0;  // of pieces
+    bool more = dealt(0) < shared.num_tiles;
+    for (int round = 0; more; ++round) {
+        TileInfo& info = shared.info[round % kInfos];
+        ptx::mbarrier_wait(ptx::smem_address(&info.ready), round / kInfos & 1);
+        const Work work = info.work;
+        more = info.has_next;
+        ptx::mbarrier_arrive(ptx::smem_address(&info.free));
+        const int column = work.first_column + group * 64 + lane % 8 * 8;
+        const int rows = column < p.num_out ? work.num_rows - lane / 8 : 0;  // from this lane's first one
+        uint8_t* out = reinterpret_cast<uint8_t*>(p.out + (work.first_row + lane / 8) * p.num_out + column);
+        const uint32_t stride = 8 * static_cast<uint32_t>(p.num_out);  // bytes from row to row of this lane
+        for (int first = 0; first < work.width; first += kPieceRows, ++count) {
+            Piece& piece = shared.pieces[group][count % kPieces];
+            const uint32_t from = ptx::smem_address(piece.rows) + lane / 8 * 128;
+            ptx::mbarrier_wait(ptx::smem_address(&piece.full), count / kPieces & 1);
+#pragma unroll 1
+            for (int i = 0; i < kPieceRows / 4; i += 4) {
+                uint4 values[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    values[j] = load_shared_vector(from + (i + j) * 4 * 128 + (lane % 8 ^ (lane / 8 + 4 * (j % 2))) * 16);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    if (first + 4 * (i + j) < rows) store_global(out, values[j]);
+                    out += stride;
+                }
+            }
+            ptx::mbarrier_arrive(ptx::smem_address(&piece.empty));
+        }
+    }
+}
+
+// Computed once: the compiler would do it again at every use.
 __device__ __forceinline__ uint32_t opaque(uint32_t value) {
     asm volatile("" : "+r"(value));
     return value;
-}
-
-// Three warps: the scale bytes of a step -> shared.shifts, by how many binades they are below the column's largest.
-// Warp `first` of them does every third step. The loads of a step are under way while the warp waits for its stage;
-// scales that are not aligned to four bytes (kAligned = false: K no multiple of 128) are loaded byte by byte after it.
-template <bool kAligned>
-__device__ void convert_scales(SharedStorage& shared, const GroupedGemmSm90Params& p, int num_steps, int first) {
-    constexpr int kWarps = 3, kPerLane = kColumns / 32;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    int round = 0, tile = dealt(round), step = first;
-    Ring ring;
-    for (int i = 0; i < first; ++i) ring.advance();
-    bool fresh = true;
-    const int groups = p.k / 32;
-    const int64_t stride = 32 * static_cast<int64_t>(groups);  // from column to column of a lane
-    const uint8_t* scales = nullptr;                           // of column `lane`
-    int num_valid = 0;
-    uint32_t from = 0;  // byte i: 8 times the largest scale byte of column lane + 32 i, modulo 128, and the top bit
-    for (;; step += kWarps) {
-        for (; step >= num_steps; step -= num_steps) tile = dealt(++round), fresh = true;
-        Stage& stage = ring.stage(shared);
-        if (tile >= shared.num_tiles) {
-            if (step >= kAhead) return;
-            ptx::mbarrier_wait(ptx::smem_address(&stage.empty), ring.phase ^ 1);
-            ptx::mbarrier_arrive(ptx::smem_address(&stage.full));
-            return;
-        }
-        const uint32_t empty = ptx::smem_address(&stage.empty);
-        if (fresh) {
-            fresh = false;
-            const Work work = find_work(shared, p, tile, static_cast<int>(ptx::cluster_rank()));
-            const int row = work.expert * p.num_out + work.first_column + lane;  // E * O <= 2^30
-            num_valid = p.num_out - work.first_column - lane;                    // column lane + 32 i exists: 32 i < num_valid
-            scales = opaque(p.weight_scale + static_cast<int64_t>(row) * groups);
-            uint32_t largest = 0;  // byte i: of column lane + 32 i
-#pragma unroll
-            for (int i = 0; i < kPerLane; ++i)
-                if (32 * i < num_valid) largest |= static_cast<uint32_t>(p.weight_row[row + 32 * i]) << (8 * i);
-            from = (largest << 3 & 0x78787878u) | 0x80808080u;
-            if (step == 0) {
-                uint32_t exponents[kMaxRows / 32] = {};
-#pragma unroll
-                for (int i = 0; i < kMaxRows / 32; ++i)
-                    if (lane + 32 * i < work.num_rows) exponents[i] = float_bits(p.row_scale[work.first_row + lane + 32 * i]);
-                ptx::mbarrier_wait(empty, ring.phase ^ 1);
-                TileInfo& info = shared.info[round % kInfos];
-                if (lane == 0) {
-                    info.first_row = work.first_row;
-                    info.num_rows = work.num_rows;
-                    info.width = work.width;
-                    info.first_column = work.first_column;
-                    info.has_next = dealt(round + 1) < shared.num_tiles;
-                }
-#pragma unroll
-                for (int i = 0; i < kMaxRows / 32; ++i) info.rows[lane + 32 * i] = power_of_two(exponents[i] >> 23, 0);
-#pragma unroll
-                for (int i = 0; i < kPerLane; ++i) info.columns[lane + 32 * i] = power_of_two(largest >> (8 * i) & 0xffu, 6);
-            }
-        }
-        const uint8_t* bytes = scales + 4 * step;
-        uint32_t words[kPerLane] = {};
-        if (kAligned && 4 * step < groups) {
-#pragma unroll
-            for (int i = 0; i < kPerLane; ++i)
-                if (32 * i < num_valid) words[i] = *reinterpret_cast<const uint32_t*>(bytes + i * stride);
-        }
-        ptx::mbarrier_wait(empty, ring.phase ^ 1);
-        if (kAligned) {
-#pragma unroll
-            for (int i = 0; i < kPerLane; ++i) {  // modulo 16, byte by byte: no borrow crosses
-                stage.shifts[lane + 32 * i] =
-                    (__byte_perm(from, 0, 0x1111u * i) - (words[i] << 3 & 0x78787878u)) & 0x78787878u;
-            }
-        } else {
-#pragma unroll 1
-            for (int i = 0; i < 4 * kPerLane; ++i) {  // column i / 4, group i % 4
-                const bool exists = 32 * (i / 4) < num_valid && 4 * step + i % 4 < groups;
-                const uint32_t byte = exists ? bytes[i / 4 * stride + i % 4] : 0;
-                reinterpret_cast<uint8_t*>(&stage.shifts[lane + i / 4 * 32])[i % 4] =
-                    static_cast<uint8_t>(((from >> (i / 4 * 8)) - 8 * byte) & 0x78u);
-            }
-        }
-        ptx::mbarrier_arrive(ptx::smem_address(&stage.full));
-        ring.advance<kWarps>();
-    }
 }
 
 // -- weights: shared memory -> fragments ---------------------------------------------------------------------------------
@@ -301,13 +311,12 @@ __device__ __forceinline__ uint32_t look_up(uint2 bytes, uint32_t index) {
     return d;
 }
 
-// Eight E2M1 codes -> eight E4M3 codes (columns 0..3 and 4..7 of the word): the magnitude by look-up, then the signs,
-// which prmt gathers into the top bits of the bytes.
+// Eight E2M1 codes -> eight E4M3 codes (columns 0..3 and 4..7 of the word): the magnitude by look-up, then the signs, which
+// the word's layout holds in place, four at a time.
 __device__ __forceinline__ void expand_word(uint32_t word, uint2 magnitudes, uint32_t& low, uint32_t& high) {
     const uint32_t index = word & 0x77777777u;
-    const uint32_t shifted = word << 4;
-    low = look_up(magnitudes, index) | (__byte_perm(shifted, word, 0x5140) & 0x80808080u);
-    high = look_up(magnitudes, index >> 16) | (__byte_perm(shifted, word, 0x7362) & 0x80808080u);
+    low = look_up(magnitudes, index) | (word << 4 & 0x80808080u);
+    high = look_up(magnitudes, index >> 16) | (word & 0x80808080u);
 }
 
 // What row l / 4 + 8 r of the fragments of a step is expanded from.
@@ -408,27 +417,10 @@ __device__ __forceinline__ void arrive_in_block(uint32_t barrier) {
 #endif
 }
 
-// st.global.v4: the compiler would split it
-__device__ __forceinline__ void store_global(void* address, const uint4& v) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-#else
-    *static_cast<uint4*>(address) = v;
-#endif
-}
-
 // ld.shared by address: of a register, a uniform register and a constant, without an instruction to add them
 __device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
     uint32_t v;
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint4 load_shared_vector(uint32_t address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address)
-                 : "memory");
     return v;
 }
 
@@ -452,6 +444,7 @@ struct Consumer {
     int group;    // 0 or 1
     uint32_t now = 0, next = sizeof(Stage);  // offsets of this step's stage and the next's
     Ring following;                          // the stage after them
+    uint32_t num_pieces = 0;                 // handed over
 
     // Reads the thread number anew: what depends on it is computed again instead of kept in registers or spilled.
     __device__ __forceinline__ void reload_thread() {
@@ -459,8 +452,8 @@ struct Consumer {
 #if defined(__CUDA_ARCH__)
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
 #endif
-        thread = static_cast<int>(number) % 128;
-        group = static_cast<int>(number) / 128 - 1;
+        thread = static_cast<int>(number % 128);
+        group = static_cast<int>(number / 128) - 1;
     }
 
     // Row r of the weights of the stage at `offset`
@@ -510,6 +503,7 @@ struct Consumer {
                 if (last) wait_following(lane);
                 raw = read_row(last ? following.offset : next, lane, last ? 0 : 1);
             }
+            if (last) __syncwarp();  // all lanes have read what they want of the stage
             wgmma_wait<0>();
             fence_registers(part);
             if (last && thread % 32 < kCluster) arrive_in_block(lane.empty + now);  // done with the stage, in both blocks
@@ -531,46 +525,35 @@ struct Consumer {
         following.advance();
     }
 
-    // Sums of the kN rows from `first` -> bf16 -> scaled -> [row][64 columns] in shared memory -> global.
-    template <int kN>
-    __device__ __forceinline__ void store(const TileInfo& info, int first, const float* sums) {
+    // Sums of a tile's kWidth rows -> bf16 -> scaled -> [row][64 columns] in shared memory, for copy_out
+    template <int kWidth>
+    __device__ __forceinline__ void hand_over(const TileInfo& info, const float* sums) {
         const int warp = thread / 32, lane = thread % 32;
-        uint8_t* staged = shared.staged[group];
         const uint16_t* columns = info.columns + group * 64 + warp * 16 + lane / 4;  // of this thread: this one and 8 on
         const uint32_t factors[2] = {columns[0] * 0x10001u, columns[8] * 0x10001u};
-        uint32_t scales[kN / 8];  // of two rows each
+        const uint32_t first_piece = ptx::smem_address(&shared.pieces[group][0]);
+        const uint32_t place = ((lane / 16) * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
 #pragma unroll
-        for (int n = 0; n < kN / 8; ++n)
-            scales[n] = *reinterpret_cast<const uint32_t*>(info.rows + first + n * 8 + lane % 4 * 2);
-        const int num_rows = min(info.num_rows - first, kN) - thread / 8;  // from this thread's first one
-        const int column = info.first_column + group * 64 + thread % 8 * 8;
-        uint8_t* out = reinterpret_cast<uint8_t*>(p.out + (info.first_row + first + thread / 8) * p.num_out + column);
-        const uint8_t* own = staged + thread / 8 * 128 + (thread % 8 ^ (thread / 8 % 8)) * 16;  // what it stores
-        const uint32_t base = ptx::smem_address(staged) + ((lane / 16) * 8 + lane % 8) * 128 +
-                              ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
-        ptx::named_barrier_sync(1 + group, 128);  // the warpgroup has read the previous half
+        for (int first = 0; first < kWidth; first += kPieceRows, ++num_pieces) {
+            const uint32_t piece = first_piece + num_pieces % kPieces * sizeof(Piece);
+            uint32_t scales[kPieceRows / 8];  // of two rows each
 #pragma unroll
-        for (int n = 0; n < kN / 8; n += 2) {  // matrices: columns 0..7 and 8..15 of rows 8n.., then of rows 8n + 8..
-            uint32_t v[4] = {};
+            for (int n = 0; n < kPieceRows / 8; ++n)
+                if (first + n * 8 < kWidth)
+                    scales[n] = *reinterpret_cast<const uint32_t*>(info.rows + first + n * 8 + lane % 4 * 2);
+            ptx::mbarrier_wait(piece + static_cast<uint32_t>(offsetof(Piece, empty)), num_pieces / kPieces & 1 ^ 1);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (n + i / 2 < kN / 8) {
-                    const uint32_t pair = ptx::pack_bf16x2(sums[4 * n + 2 * i], sums[4 * n + 2 * i + 1]);
-                    v[i] = bf16x2_product(bf16x2_product(pair, factors[i % 2]), scales[n + i / 2]);
+            for (int n = 0; n < kPieceRows / 8; n += 2)  // matrices: columns 0..7 and 8..15 of rows 8n.., then of rows 8n + 8..
+                if (first + n * 8 < kWidth) {
+                    uint32_t v[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float* pair = sums + first / 2 + 4 * n + 2 * i;
+                        v[i] = bf16x2_product(bf16x2_product(ptx::pack_bf16x2(pair[0], pair[1]), factors[i % 2]), scales[n + i / 2]);
+                    }
+                    ptx::stmatrix_x4_trans(piece + place + n * 8 * 128, v[0], v[1], v[2], v[3]);
                 }
-            ptx::stmatrix_x4_trans(base + n * 8 * 128, v[0], v[1], v[2], v[3]);
-        }
-        ptx::named_barrier_sync(1 + group, 128);
-        if (column >= p.num_out) return;
-        constexpr int kTimes = (kN + 8) / 16;
-        uint4 values[kTimes];
-#pragma unroll
-        for (int i = 0; i < kTimes; ++i) values[i] = *reinterpret_cast<const uint4*>(own + 16 * i * 128);
-        const uint32_t stride = 32 * static_cast<uint32_t>(p.num_out);  // bytes from row to row of this thread
-#pragma unroll
-        for (int i = 0; i < kTimes; ++i) {
-            if (16 * i < num_rows) store_global(out, values[i]);
-            out += stride;
+            ptx::mbarrier_arrive(piece + static_cast<uint32_t>(offsetof(Piece, full)));
         }
     }
 
@@ -595,12 +578,7 @@ struct Consumer {
             run_step<kN, kHalves>(never, lane, b, a, raw, part, sums);
         }
         reload_thread();
-        constexpr int kStores = kHalves * kN > kStoreRows ? 2 : 1, kRows = kHalves * kN / kStores;
-#pragma unroll
-        for (int i = 0; i < kStores; ++i) {
-            store<kRows>(info, i * kRows, &sums[0][0] + i * kRows / 2);
-            __syncwarp();
-        }
+        hand_over<kHalves * kN>(info, &sums[0][0]);
     }
 };
 
@@ -611,8 +589,9 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const GroupedGemm
     RawWeights raw;
     consumer.begin(a, raw);
     for (int round = 0;; ++round) {
-        const TileInfo& info = shared.info[round % kInfos];  // there since its first stage is full
-        switch (info.width) {
+        TileInfo& info = shared.info[round % kInfos];
+        ptx::mbarrier_wait(ptx::smem_address(&info.ready), round / kInfos & 1);
+        switch (info.work.width) {
             case 16: consumer.run_tile<16, 1>(info, a, raw); break;
             case 32: consumer.run_tile<32, 1>(info, a, raw); break;
             case 48: consumer.run_tile<48, 1>(info, a, raw); break;
@@ -628,7 +607,9 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const GroupedGemm
             case 208: consumer.run_tile<104, 2>(info, a, raw); break;
             default: consumer.run_tile<112, 2>(info, a, raw); break;
         }
-        if (!info.has_next) break;
+        const bool has_next = info.has_next;
+        ptx::mbarrier_arrive(ptx::smem_address(&info.free));
+        if (!has_next) break;
     }
 }
 
@@ -653,8 +634,16 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
         for (int i = 0; i < kNumWidths; ++i) ptx::prefetch_tensor_map(&maps.half_of[i]);
         ptx::prefetch_tensor_map(&maps.codes);
         for (Stage& stage : shared.stages) {
-            ptx::mbarrier_init(ptx::smem_address(&stage.full), kFullArrivals);
+            ptx::mbarrier_init(ptx::smem_address(&stage.full), 1);
             ptx::mbarrier_init(ptx::smem_address(&stage.empty), kEmptyArrivals);
+        }
+        for (TileInfo& info : shared.info) {
+            ptx::mbarrier_init(ptx::smem_address(&info.ready), 32);
+            ptx::mbarrier_init(ptx::smem_address(&info.free), (128 + 32) * kConsumers + 1);
+        }
+        for (Piece& piece : reinterpret_cast<Piece(&)[kConsumers * kPieces]>(shared.pieces)) {
+            ptx::mbarrier_init(ptx::smem_address(&piece.full), 128);
+            ptx::mbarrier_init(ptx::smem_address(&piece.empty), 32);
         }
         ptx::fence_mbarrier_init();
     }
@@ -669,13 +658,9 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_sm90_kernel(const __
 
     if (thread < 128) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
-        if (thread == 0) produce(shared, params, maps, num_tiles, num_steps, rank);
-        if (thread >= 32) {
-            if (((params.k / 32 | static_cast<int>(reinterpret_cast<uintptr_t>(params.weight_scale))) & 3) == 0)
-                convert_scales<true>(shared, params, num_steps, thread / 32 - 1);
-            else
-                convert_scales<false>(shared, params, num_steps, thread / 32 - 1);
-        }
+        if (thread == 0) produce(shared, params, maps, num_steps, rank);
+        if (thread >= 32 && thread < 64) describe(shared, params, num_tiles, rank);
+        if (thread >= 64) copy_out(shared, params, thread / 32 - 2);
         __syncwarp();
     } else {
         ptx::setmaxnreg_inc<kConsumerRegisters>();
@@ -700,7 +685,7 @@ void launch_grouped_gemm_sm90(const GroupedGemmSm90Params& params) {
                                            {padded, static_cast<uint64_t>(params.num_rows)}, {padded},
                                            {kBlockK, static_cast<uint32_t>((i + 1) * kRowStep / kCluster)}});
     const auto row_bytes = static_cast<uint64_t>(params.k / 2);
-    maps.codes = make_tensor_map({"moe.grouped_gemm_sm90: weight", TmaType::kUint8, params.weight, 2,
+    maps.codes = make_tensor_map({"moe.grouped_gemm_sm90: words", TmaType::kUint8, params.words, 2,
                                   {row_bytes, static_cast<uint64_t>(params.num_experts) * static_cast<uint64_t>(params.num_out)},
                                   {row_bytes}, {kBlockK / 2, kColumns}, CU_TENSOR_MAP_SWIZZLE_NONE,
                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B});

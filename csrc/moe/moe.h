@@ -80,9 +80,9 @@ struct GroupedGemmSm90Params {
     int num_experts, k, num_out;
     const uint8_t* folded;      // of launch_fold_rows, launch_place_rows or launch_swiglu_fold
     const float* row_scale;     // [M]
-    const uint8_t* weight;      // [E, O, K/2]
-    const uint8_t* weight_scale;  // [E, O, K/32]
-    const uint8_t* weight_row;  // [E, O] largest scale byte of the row
+    const int32_t* words;       // [E, O, K/8] a packed weight (mini_deepinfer/ops/packed_weight.py): FP4 codes,
+    const uint8_t* shifts;      // [E, ceil(K/128), O, 4] 8 times the binades of each group below the row's largest, modulo 128,
+    const uint8_t* largest;     // [E, O] largest scale byte of the row
     const int32_t* offsets;
     uint16_t* out;              // [M, O] bf16
     cudaStream_t stream;
@@ -102,7 +102,7 @@ struct SwigluQuantParams {
 };
 
 struct SwigluFoldParams {
-    SwigluQuantParams swiglu;   // codes and scale unused, h in plain order only, or null; F <= 8192
+    SwigluQuantParams swiglu;   // codes, scale and h unused; F <= 8192
     bool expert_order;          // columns as launch_fold_rows writes them; else as they are
     uint8_t* folded;            // [M, expert_order ? align_up(F, 128) : F]
     float* row_scale;           // [M]

@@ -23,11 +23,11 @@ inline void define_moe(Library& m) {
         "Tensor(a!) out) -> ()");
 #ifdef MDI_WITH_SM90
     m.def(
-        "moe_grouped_gemm_sm90(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale, Tensor offsets, "
-        "Tensor? a_rows, Tensor(a!) out, Tensor weight_row, Tensor(b!) folded, Tensor(c!) row_scale) -> ()");
+        "moe_grouped_gemm_sm90(Tensor a, Tensor a_scale, Tensor words, Tensor shifts, Tensor largest, Tensor offsets, "
+        "Tensor? a_rows, Tensor(a!) out, Tensor(b!) folded, Tensor(c!) row_scale) -> ()");
     m.def(
-        "moe_folded_gemm_sm90(Tensor folded, Tensor row_scale, Tensor weight, Tensor weight_scale, Tensor offsets, "
-        "Tensor(a!) out, Tensor weight_row) -> ()");
+        "moe_folded_gemm_sm90(Tensor folded, Tensor row_scale, Tensor words, Tensor shifts, Tensor largest, Tensor offsets, "
+        "Tensor(a!) out) -> ()");
 #endif
     m.def("moe_place_rows(Tensor codes, Tensor code_scale, Tensor row_of_slot, Tensor(a!) folded, Tensor(b!) row_scale) -> ()");
     m.def(
@@ -36,7 +36,7 @@ inline void define_moe(Library& m) {
     m.def(
         "moe_swiglu_fold(Tensor gu, Tensor? row_weight, float limit, Tensor? num_rows, Tensor(a!) folded, "
         "Tensor(b!) row_scale) -> ()");
-    m.def("moe_swiglu_quant_folded(Tensor gu, float limit, Tensor(a!) h, Tensor(b!) codes, Tensor(c!) row_scale) -> ()");
+    m.def("moe_swiglu_quant_folded(Tensor gu, float limit, Tensor(a!) codes, Tensor(b!) row_scale) -> ()");
     m.def("moe_combine(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor(a!) out) -> ()");
     m.def("moe_combine_parts(Tensor y, Tensor row_of_slot, Tensor parts, int own_part, Tensor? shared, Tensor(a!) out) -> ()");
 }
@@ -168,52 +168,61 @@ inline void grouped_gemm(const Tensor& a, const Tensor& a_scale, const Tensor& w
 }
 
 #ifdef MDI_WITH_SM90
-// Two launches: the rows of a folded and gathered into the workspace, then the product.
-inline void grouped_gemm_sm90(const Tensor& a, const Tensor& a_scale, const Tensor& weight, const Tensor& weight_scale,
-                              const Tensor& offsets, std::optional<Tensor> a_rows, const Tensor& out,
-                              const Tensor& weight_row, const Tensor& folded, const Tensor& row_scale) {
-    const char* op = "moe.grouped_gemm_sm90";
-    const DeviceScope scope(a);
-    const GroupedGemmParams p = grouped_gemm_params(op, a, a_scale, weight, weight_scale, offsets, a_rows, out, scope);
-    check_operand(op, "weight_row", weight_row, scope.device, ScalarType::Byte, {{"E", p.num_experts}, {"O", p.num_out}});
-    check_operand(op, "folded", folded, scope.device, ScalarType::Byte, {{"M", p.num_rows}, {"K'", (p.k + 127) / 128 * 128}});
-    check_operand(op, "row_scale", row_scale, scope.device, ScalarType::Float, {{"M", p.num_rows}});
-    MDI_CHECK_ALIGN(op, weight_row, 8);
-    MDI_CHECK_ALIGN(op, folded, 128);
-    launch_fold_rows({p.num_rows, p.k, p.num_experts, p.a, p.a_scale, p.a_rows, p.offsets, data<uint8_t>(folded),
-                      data<float>(row_scale), scope.stream});
-    launch_grouped_gemm_sm90({p.num_rows, p.num_experts, p.k, p.num_out, data<const uint8_t>(folded),
-                              data<const float>(row_scale), p.weight, p.weight_scale, data<const uint8_t>(weight_row),
-                              p.offsets, p.out, scope.stream});
-}
-
-inline void folded_gemm_sm90(const Tensor& folded, const Tensor& row_scale, const Tensor& weight, const Tensor& weight_scale,
-                             const Tensor& offsets, const Tensor& out, const Tensor& weight_row) {
-    const char* op = "moe.folded_gemm_sm90";
-    const DeviceScope scope(folded);
-    MDI_CHECK(op, weight, weight.dim() == 3, "must be [E, O, K/2], got ", list_string(weight.sizes()));
+// words, shifts, largest: a packed weight (mini_deepinfer/ops/packed_weight.py)
+inline GroupedGemmSm90Params folded_gemm_params(const char* op, const Tensor& folded, const Tensor& row_scale, const Tensor& words,
+                                                const Tensor& shifts, const Tensor& largest, const Tensor& offsets,
+                                                const Tensor& out, const DeviceScope& scope) {
+    MDI_CHECK(op, words, words.dim() == 3, "must be [E, O, K/8], got ", list_string(words.sizes()));
     MDI_CHECK(op, out, out.dim() == 2, "must be [M, O], got ", list_string(out.sizes()));
-    const int64_t e = weight.size(0), o = weight.size(1), k = weight.size(2) * 2, m = out.size(0);
-    check_operand(op, "folded", folded, scope.device, ScalarType::Byte, {{"M", m}, {"K'", (k + 127) / 128 * 128}});
+    const int64_t e = words.size(0), o = words.size(1), k = words.size(2) * 8, steps = (k + 127) / 128, m = out.size(0);
+    check_operand(op, "folded", folded, scope.device, ScalarType::Byte, {{"M", m}, {"K'", 128 * steps}});
     check_operand(op, "row_scale", row_scale, scope.device, ScalarType::Float, {{"M", m}});
-    check_operand(op, "weight", weight, scope.device, ScalarType::Byte, {{"E", e}, {"O", o}, {"K/2", k / 2}});
-    check_operand(op, "weight_scale", weight_scale, scope.device, ScalarType::Byte, {{"E", e}, {"O", o}, {"K/32", k / 32}});
+    check_operand(op, "words", words, scope.device, ScalarType::Int, {{"E", e}, {"O", o}, {"K/8", k / 8}});
+    check_operand(op, "shifts", shifts, scope.device, ScalarType::Byte, {{"E", e}, {"K'/128", steps}, {"O", o}, {"groups", 4}});
+    check_operand(op, "largest", largest, scope.device, ScalarType::Byte, {{"E", e}, {"O", o}});
     check_operand(op, "offsets", offsets, scope.device, ScalarType::Int, {{"E+1", e + 1}});
     check_operand(op, "out", out, scope.device, ScalarType::BFloat16, {{"M", m}, {"O", o}});
-    check_operand(op, "weight_row", weight_row, scope.device, ScalarType::Byte, {{"E", e}, {"O", o}});
-    MDI_CHECK(op, weight, k % 32 == 0 && k > 0 && k <= (1 << 20), "must have a multiple of 32 columns up to 2^20, got K=", k);
-    MDI_CHECK(op, weight, o % 32 == 0 && o <= (1 << 20), "must have a multiple of 32 rows up to 2^20, got O=", o);
-    MDI_CHECK(op, weight, e <= kMaxExperts, "must have at most ", kMaxExperts, " experts, got E=", e);
+    MDI_CHECK(op, words, k % 32 == 0 && k > 0 && k <= (1 << 20), "must have a multiple of 32 columns up to 2^20, got K=", k);
+    MDI_CHECK(op, words, o % 32 == 0 && o <= (1 << 20), "must have a multiple of 32 rows up to 2^20, got O=", o);
+    MDI_CHECK(op, words, e <= kMaxExperts, "must have at most ", kMaxExperts, " experts, got E=", e);
     MDI_CHECK(op, out, m < (int64_t{1} << 31), "must have fewer than 2^31 rows, got M=", m);
     MDI_CHECK(op, out, ((m + 127) / 128 + e) * ((o + 127) / 128) < (int64_t{1} << 31),
               "is too large: row tiles times column tiles must be below 2^31, got M=", m, ", O=", o, ", E=", e);
-    MDI_CHECK_ALIGN(op, weight, 16);
+    MDI_CHECK_ALIGN(op, words, 16);
+    MDI_CHECK_ALIGN(op, shifts, 16);
     MDI_CHECK_ALIGN(op, out, 16);
-    MDI_CHECK_ALIGN(op, weight_row, 8);
     MDI_CHECK_ALIGN(op, folded, 128);
-    launch_grouped_gemm_sm90({m, static_cast<int>(e), static_cast<int>(k), static_cast<int>(o), data<const uint8_t>(folded),
-                              data<const float>(row_scale), data<const uint8_t>(weight), data<const uint8_t>(weight_scale),
-                              data<const uint8_t>(weight_row), data<const int32_t>(offsets), data<uint16_t>(out), scope.stream});
+    return {m, static_cast<int>(e), static_cast<int>(k), static_cast<int>(o), data<const uint8_t>(folded),
+            data<const float>(row_scale), data<const int32_t>(words), data<const uint8_t>(shifts), data<const uint8_t>(largest),
+            data<const int32_t>(offsets), data<uint16_t>(out), scope.stream};
+}
+
+inline void folded_gemm_sm90(const Tensor& folded, const Tensor& row_scale, const Tensor& words, const Tensor& shifts,
+                             const Tensor& largest, const Tensor& offsets, const Tensor& out) {
+    const DeviceScope scope(folded);
+    launch_grouped_gemm_sm90(
+        folded_gemm_params("moe.folded_gemm_sm90", folded, row_scale, words, shifts, largest, offsets, out, scope));
+}
+
+// Two launches: the rows of a folded and gathered into the workspace, then the product.
+inline void grouped_gemm_sm90(const Tensor& a, const Tensor& a_scale, const Tensor& words, const Tensor& shifts,
+                              const Tensor& largest, const Tensor& offsets, std::optional<Tensor> a_rows, const Tensor& out,
+                              const Tensor& folded, const Tensor& row_scale) {
+    const char* op = "moe.grouped_gemm_sm90";
+    const DeviceScope scope(a);
+    const GroupedGemmSm90Params p = folded_gemm_params(op, folded, row_scale, words, shifts, largest, offsets, out, scope);
+    MDI_CHECK(op, a, a.dim() == 2, "must be [rows, K], got ", list_string(a.sizes()));
+    const int64_t rows = a.size(0);
+    MDI_CHECK_DTYPE(op, a, ScalarType::Float8_e4m3fn, ScalarType::Byte);
+    check_operand(op, "a", a, scope.device, a.scalar_type(), {{"rows", rows}, {"K", p.k}});
+    check_operand(op, "a_scale", a_scale, scope.device, ScalarType::Byte, {{"rows", rows}, {"K/32", p.k / 32}});
+    if (a_rows) check_operand(op, "a_rows", *a_rows, scope.device, ScalarType::Int, {{"M", p.num_rows}});
+    else MDI_CHECK(op, a, rows == p.num_rows, "must have M=", p.num_rows, " rows like out when a_rows is None, got ", rows);
+    MDI_CHECK(op, a, rows < (int64_t{1} << 31), "must have fewer than 2^31 rows, got ", rows);
+    MDI_CHECK_ALIGN(op, a, 16);
+    launch_fold_rows({p.num_rows, p.k, p.num_experts, data<const uint8_t>(a), data<const uint8_t>(a_scale),
+                      data<const int32_t>(a_rows), p.offsets, data<uint8_t>(folded), data<float>(row_scale), scope.stream});
+    launch_grouped_gemm_sm90(p);
 }
 #endif
 
@@ -252,15 +261,12 @@ inline SwigluQuantParams swiglu_fold_params(const char* op, const Tensor& gu, do
             nullptr, scope.stream};
 }
 
-inline void swiglu_quant_folded(const Tensor& gu, double limit, const Tensor& h, const Tensor& codes, const Tensor& row_scale) {
+inline void swiglu_quant_folded(const Tensor& gu, double limit, const Tensor& codes, const Tensor& row_scale) {
     const char* op = "moe.swiglu_quant_folded";
     const DeviceScope scope(gu);
-    SwigluQuantParams p = swiglu_fold_params(op, gu, limit, row_scale, scope);
-    check_operand(op, "h", h, scope.device, ScalarType::BFloat16, {{"M", p.num_rows}, {"F", p.hidden}});
+    const SwigluQuantParams p = swiglu_fold_params(op, gu, limit, row_scale, scope);
     check_operand(op, "codes", codes, scope.device, ScalarType::Float8_e4m3fn, {{"M", p.num_rows}, {"F", p.hidden}});
-    MDI_CHECK_ALIGN(op, h, 16);
     MDI_CHECK_ALIGN(op, codes, 4);
-    p.h = data<uint16_t>(h);
     launch_swiglu_fold({p, false, data<uint8_t>(codes), data<float>(row_scale)});
 }
 

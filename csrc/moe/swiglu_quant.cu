@@ -10,7 +10,7 @@
 // costs nothing. NaN passes the clamps (comparisons are false for NaN, unlike fmin), makes its group's scale byte 255
 // and so reaches the product. A zero group gets the scale of the floor, 2^-22.
 // swiglu_fold goes on to one scale per row (docs/numerics.md) in the same pass, with the same bits: in the column order of
-// fold_rows for the expert products, or in plain order and with h beside it for a dense one. One row per block, the largest
+// fold_rows for the expert products, or in plain order for a dense one. One row per block, the largest
 // scale of the row through shared memory. Bound by instructions as much as by memory: a limit that is a bf16 number, as in the
 // released model, clamps the bf16 pairs before they are unpacked, codes are scaled as pairs, and a block's rows follow each
 // other without anything on its way (the next row's loads cost more instructions than they hide; other blocks hide them).
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kMaxThreads) swiglu_quant_kernel(const __grid_
 }
 
 // One row per block at a time; thread `part` has columns 8 part .. 8 part + 7. In expert order parts past F write the zeros up
-// to a multiple of 128 (a group of zeros has the smallest scale there is); in plain order h may be wanted too.
+// to a multiple of 128 (a group of zeros has the smallest scale there is).
 template <bool kPairs, bool kExpertOrder>
 __global__ void __launch_bounds__(kMaxFoldThreads, 2) swiglu_fold_kernel(const __grid_constant__ SwigluFoldParams params) {
     __shared__ uint32_t largest_of_warp[2][32];
@@ -205,8 +205,6 @@ __global__ void __launch_bounds__(kMaxFoldThreads, 2) swiglu_fold_kernel(const _
         const uint2 codes = quantise(h, scale);
         __syncthreads();
         const uint32_t largest = __reduce_max_sync(kFullWarp, lane < num_warps ? largest_of_warp[turn][lane] : 0u);
-        if (!kExpertOrder && p.h && valid)
-            *reinterpret_cast<uint4*>(p.h + static_cast<int64_t>(row) * p.hidden + part * kColumns) = h;
         if (stores) {
             const int shift = static_cast<int>(largest - scale);
             folded[0] = shift_codes(codes.x, shift);

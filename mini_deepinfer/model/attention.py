@@ -69,32 +69,37 @@ class Attention:
         self.compressor = Compressor(config, profile, plan, weights, table) if plan.owns_kv else None
         self.indexer = Indexer(config, profile, plan, weights, table) if plan.owns_kv or plan.owns_selection else None
 
+    @property
+    def reads_x(self) -> bool:
+        """Whether a call reads the values of its input, not only their folded form."""
+        return self.indexer is not None or self.wq_a_wkv.folded is None
+
     def __call__(self, act: Activation, step: Step) -> torch.Tensor:
         """The normed input [T, N] to [T, N]."""
-        config, plan, batch, x = self.config, self.plan, step.batch, act.x
+        config, plan, batch = self.config, self.plan, step.batch
         window = step.caches.window[plan.index]
         with stage("attention.project"):
             low_rank, kv = fp8_linear(act, self.wq_a_wkv).split((config.q_lora_rank, config.head_dim), 1)
             query = Activation.normed(low_rank, self.q_norm, config.rms_norm_eps, self.profile, folded=True)
-            q = fp8_linear(query, self.wq_b).view(x.shape[0], config.num_attention_heads, config.head_dim)
+            q = fp8_linear(query, self.wq_b).view(act.shape[0], config.num_attention_heads, config.head_dim)
             attention.write_normed_window(
                 kv, self.kv_norm, config.rms_norm_eps, batch.positions, self.table, window, batch.window_rows
             )
         if self.compressor is not None and self.indexer is not None:
             with stage("attention.compress"):
-                latent = self.compressor(x, step)
+                latent = self.compressor(act.x, step)
                 self.indexer.write_keys(latent, step)
             with stage("attention.sparse"):
-                step.expand(plan, config, x)
+                step.expand(plan, config, q)
         if plan.owns_selection and self.indexer is not None:
-            step.selections[plan.index] = self.indexer.select(x, query, step)
+            step.selections[plan.index] = self.indexer.select(act.x, query, step)
         compressed = rows = count = None
         if plan.kv_owner is not None and plan.index_source is not None:
             compressed, selection = step.caches.compressed[plan.kv_owner], step.selections[plan.index_source]
             rows, count = selection.rows, selection.count
             if step.expanded is not None:
                 compressed = step.expanded
-        if (compressed is None or compressed is step.expanded) and step.expands_windows(x):  # one call's rows are all of one form
+        if (compressed is None or compressed is step.expanded) and step.expands_windows(q):  # one call's rows are all of one form
             with stage("attention.sparse"):
                 window = attention.expand_rows(window, config.head_dim)
         scale = config.head_dim**-0.5

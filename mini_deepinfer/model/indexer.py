@@ -53,45 +53,35 @@ class Indexer:
             codes, scale = indexer.rope_quant_query(q, batch.positions, self.table)
             factor = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
             weights = linear(x, self.weights_proj, self.profile) * factor  # in float32, rounded once
-        ids = torch.empty(x.shape[0], config.index_topk, dtype=torch.int32, device=x.device)
-        count = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
-        blocks = None
-        if plan.is_candidate_source:
-            blocks = torch.empty(x.shape[0], config.candidate_topk_blocks, dtype=torch.int32, device=x.device)
         candidates = step.candidates if plan.uses_candidates else None
         columns = width if candidates is None else candidates.shape[1] * config.candidate_block_size
         rows = max(1, LOGITS_BYTES // max(1, columns * x.element_size()))
-        for start in range(0, x.shape[0], rows):
-            part = slice(start, start + rows)
-            self._select_rows(part, codes, scale, weights, visible, width, candidates, ids, count, blocks, step)
+        chunks = [slice(start, start + rows) for start in range(0, max(1, x.shape[0]), rows)]  # one even for no tokens
+        parts = [self._select_rows(chunk, codes, scale, weights, visible, width, candidates, step) for chunk in chunks]
+        ids, count, *blocks = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts))
         step.record("selection", plan.index, ids)
-        if blocks is not None:
-            step.candidates = blocks
-            step.record("candidates", plan.index, blocks)
+        if plan.is_candidate_source:
+            (step.candidates,) = blocks
+            step.record("candidates", plan.index, step.candidates)
         return Selection(ids, step.cache_rows(ids, plan.ratio), count)
 
-    def _select_rows(self, part, codes, scale, weights, visible, width, candidates, ids, count, blocks, step) -> None:
-        """Score and select one chunk of queries into ids, count and blocks."""
+    def _select_rows(self, chunk, codes, scale, weights, visible, width, candidates, step) -> tuple[torch.Tensor, ...]:
+        """Score and select one chunk of queries: ids, count, and blocks of the candidate source."""
         config, batch = self.config, step.batch
         keys = step.caches.index_keys[self.key_owner]
         entries_per_page = step.caches.geometry.page_size // self.plan.ratio
-        where = (keys, batch.page_table, batch.seq_of_token[part], visible[part], entries_per_page)
-        with stage("indexer.logits"):
-            if candidates is None:
-                scores = indexer.logits(codes[part], scale[part], weights[part], *where, width)
-            else:
-                scores = indexer.candidate_logits(
-                    codes[part], scale[part], weights[part], *where, candidates[part], config.candidate_block_size
-                )
+        where = (keys, batch.page_table, batch.seq_of_token[chunk], visible[chunk], entries_per_page)
+        operands = (codes[chunk], scale[chunk], weights[chunk], *where)
         k, block_size = config.index_topk, config.candidate_block_size
+        if candidates is not None:
+            with stage("indexer.logits"):
+                scores = indexer.candidate_logits(*operands, candidates[chunk], block_size)
+            with stage("indexer.topk"):
+                return indexer.topk(scores, None, k, candidates=candidates[chunk], block_size=block_size)
+        with stage("indexer.logits"):
+            scores = indexer.logits(*operands, width)
+        step.record("index_scores", self.plan.index, scores)
         with stage("indexer.topk"):
-            if candidates is not None:
-                ids[part], count[part] = indexer.topk(scores, None, k, candidates=candidates[part], block_size=block_size)
-                return
-            step.record("index_scores", self.plan.index, scores)
-            if blocks is None:
-                ids[part], count[part] = indexer.topk(scores, visible[part], k)
-            else:  # the candidate source
-                ids[part], count[part], blocks[part] = indexer.topk_blocks(
-                    scores, visible[part], k, block_size, config.candidate_topk_blocks
-                )
+            if self.plan.is_candidate_source:
+                return indexer.topk_blocks(scores, visible[chunk], k, block_size, config.candidate_topk_blocks)
+            return indexer.topk(scores, visible[chunk], k)

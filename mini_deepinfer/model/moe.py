@@ -8,6 +8,7 @@ from mini_deepinfer.config import LayerPlan, ModelConfig, NumericProfile
 from mini_deepinfer.model.step import Step
 from mini_deepinfer.ops import moe
 from mini_deepinfer.ops.linear import Activation, Fp8Weight, fp8_linear
+from mini_deepinfer.ops.packed_weight import PackedWeight, pack_weight
 from mini_deepinfer.parallel import ExpertParallel
 from mini_deepinfer.stages import stage
 from mini_deepinfer.tensor_table import expert_range
@@ -30,18 +31,16 @@ class Gate:
 class MoE:
     """Routed experts of this rank for the tokens of all ranks, and the shared expert for this rank's tokens."""
 
-    def __init__(
-        self, config: ModelConfig, profile: NumericProfile, plan: LayerPlan, weights: Weights, parallel: ExpertParallel
-    ) -> None:
+    def __init__(self, config: ModelConfig, profile: NumericProfile, plan: LayerPlan, weights: Weights, parallel: ExpertParallel) -> None:
         self.config, self.profile, self.parallel, self.index = config, profile, parallel, plan.index
         name = f"layers.{plan.index}.ffn"
         tensors = weights.tensors
         self.gate = Gate(config, f"{name}.gate", weights)
-        self.w13, self.w13_scale = tensors[f"{name}.experts.w13"], tensors[f"{name}.experts.w13_scale"]
-        self.w2, self.w2_scale = tensors[f"{name}.experts.w2"], tensors[f"{name}.experts.w2_scale"]
+        self.w13, self.w13_scale = self._expert_weight(tensors, f"{name}.experts.w13")
+        self.w2, self.w2_scale = self._expert_weight(tensors, f"{name}.experts.w2")
         self.experts = expert_range(config.n_routed_experts, parallel.world, parallel.rank)
         # The ranks must agree on the form in which tokens travel: on a GPU folded, with one scale per row, where all of them want it.
-        on_gpu = profile.activation_quant and self.w13.device.type == "cuda"
+        on_gpu = profile.activation_quant and self.gate.weight.device.type == "cuda"
         self._all_fold = on_gpu and parallel.all_agree(self._takes_folded_rows())
 
         def fp8(part: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,8 +49,19 @@ class MoE:
         self.shared_w13 = Fp8Weight.stack([fp8("w1"), fp8("w3")], f"{name}.shared_experts.w1|w3")
         self.shared_w2 = Fp8Weight(*fp8("w2"), f"{name}.shared_experts.w2")
 
+    def _expert_weight(self, tensors: dict[str, torch.Tensor], name: str) -> tuple[torch.Tensor | PackedWeight, torch.Tensor | None]:
+        """A weight and its scale as stored; where the product reads it packed, so. It then leaves `tensors`: packing takes its memory."""
+        weight, scale = tensors[name], tensors[f"{name}_scale"]
+        if not self.profile.activation_quant or not moe.takes_packed_weights(weight, self.profile.compute_dtype):
+            return weight, scale
+        packed = pack_weight(weight, scale, in_place=True)
+        if packed is None:
+            return weight, scale
+        del tensors[name], tensors[f"{name}_scale"]
+        return packed, None
+
     def _takes_folded_rows(self) -> bool:
-        return moe.takes_folded_rows(self.w13, self.w13_scale, self.profile.compute_dtype)
+        return moe.takes_folded_rows(self.w13, self.profile.compute_dtype)
 
     @property
     def folded(self) -> bool:
@@ -92,9 +102,8 @@ class MoE:
         with stage("moe.shared"):
             gate_up = fp8_linear(act, self.shared_w13)
             limit = self.config.swiglu_limit
-            if act.quantise and Activation.folds(gate_up):
-                h, codes, row_scale = moe.swiglu_quant_folded(gate_up, limit)
-                hidden = Activation.quantised(h, codes, row_scale, self.profile, folded=True)
+            if act.quantise and Activation.folds(gate_up) and self.shared_w2.folded is not None:
+                hidden = Activation.quantised(None, *moe.swiglu_quant_folded(gate_up, limit), self.profile, folded=True)
             else:
                 hidden = Activation(moe.swiglu(gate_up, None, limit), self.profile)
             return fp8_linear(hidden, self.shared_w2)

@@ -16,6 +16,7 @@ from mini_deepinfer.model.moe import MoE
 from mini_deepinfer.model.rope import RopeTables
 from mini_deepinfer.model.step import Step, Trace
 from mini_deepinfer.ops import elementwise
+from mini_deepinfer.ops._dispatch import fixed_environment
 from mini_deepinfer.ops.linear import Activation, linear
 from mini_deepinfer.parallel import ExpertParallel
 from mini_deepinfer.stages import stage
@@ -53,10 +54,12 @@ class Residual:
         """Other streams, with everything in them (engram)."""
         self._streams, self._pending = streams, None
 
-    def enter(self, site: HyperConnection, norm: torch.Tensor, profile: NumericProfile, *, folded: bool) -> Activation:
+    def enter(
+        self, site: HyperConnection, norm: torch.Tensor, profile: NumericProfile, *, folded: bool, keep_x: bool
+    ) -> Activation:
         """The next sublayer's input: the streams collapsed with the LAST site's coefficients, normed and quantised.
 
-        This site's coefficients become the current ones. folded: as in Activation.normed.
+        This site's coefficients become the current ones. folded: as in Activation.normed; keep_x False: nobody reads the input's x.
         """
         eps = site.arguments[-1]
         if self._pending is None:
@@ -70,10 +73,10 @@ class Residual:
             )
             return Activation.normed(x, norm, eps, profile, folded=folded)
         folded = folded and Activation.folds(y)
-        self._streams, x, codes, scale, self.pre, self.post, self.comb = elementwise.hc_expand_mix_norm_quant(
-            y, self._streams, self.pre, post, comb, *site.arguments, norm, folded=folded
+        self._streams, normed, codes, scale, self.pre, self.post, self.comb = elementwise.hc_expand_mix_norm_quant(
+            y, self._streams, self.pre, post, comb, *site.arguments, norm, folded=folded, keep_x=keep_x
         )
-        return Activation.quantised(x, codes, scale, profile, folded=folded)
+        return Activation.quantised(normed, codes, scale, profile, folded=folded)
 
     def leave(self, y: torch.Tensor) -> None:
         """The sublayer's output y [T, N], to be spread with this site's post and comb."""
@@ -107,6 +110,7 @@ class Block:
         self.attn_norm = weights.tensors[f"layers.{plan.index}.attn_norm.weight"]
         self.ffn_norm = weights.tensors[f"layers.{plan.index}.ffn_norm.weight"]
         self.attn = Attention(config, profile, plan, weights, tables.for_ratio(plan.ratio))
+        self.attn_reads_x = self.attn.reads_x
         self.ffn = MoE(config, profile, plan, weights, parallel)
 
     def __call__(self, residual: Residual, step: Step) -> None:
@@ -118,10 +122,11 @@ class Block:
                 residual.replace(self.engram(residual.streams(), step.engram_rows[self.index]))
             step.record("engram_out", self.index, residual.streams())
         with stage("hc"):
-            act = residual.enter(self.hc_attn, self.attn_norm, self.profile, folded=True)
+            keep_x = self.attn_reads_x or step.trace is not None
+            act = residual.enter(self.hc_attn, self.attn_norm, self.profile, folded=True, keep_x=keep_x)
         self._leave("attn", act, self.attn(act, step), residual, step)
         with stage("hc"):
-            act = residual.enter(self.hc_ffn, self.ffn_norm, self.profile, folded=self.ffn.folded)
+            act = residual.enter(self.hc_ffn, self.ffn_norm, self.profile, folded=self.ffn.folded, keep_x=True)  # the router reads it
         self._leave("ffn", act, self.ffn(act, step), residual, step)
 
     def _leave(self, name: str, act: Activation, y: torch.Tensor, residual: Residual, step: Step) -> None:
@@ -162,6 +167,7 @@ class Model:
     ) -> None:
         self.config, self.profile, self.caches, self.parallel = config, profile, caches, parallel
         self.device = torch.device(device)
+        self.only_kernels = self.device.type == "cuda" and profile.compute_dtype == torch.bfloat16 and profile.activation_quant
         tables = RopeTables(config, max_model_len or config.max_position_embeddings, self.device)
         self.embed = weights.tensors["embed.weight"]
         self.head, self.norm = weights.tensors["head.weight"], weights.tensors["norm.weight"]
@@ -174,7 +180,7 @@ class Model:
         Every rank of the expert-parallel group must call this together, with zero tokens if it has none.
         trace(name, layer, tensor) receives intermediate tensors (tests and tools).
         """
-        with _one_thread(self.device):
+        with _one_thread(self.device), fixed_environment(only_kernels=self.only_kernels):
             return self._forward(batch, trace)
 
     def _forward(self, batch: PrefillBatch, trace: Trace | None) -> torch.Tensor:

@@ -8,15 +8,17 @@ An op module does
     call("stage.op", impl, ...)          # torch.ops.mini_deepinfer.stage_op[_impl](...)
 
 Environment: MDI_OPS=reference (everything) or MDI_OPS=attention.sparse=portable,indexer.topk=reference (by name),
-MDI_LOG_OPS=1 (log op, implementation and shapes before each launch), MDI_SYNC=1 (synchronise and check after each).
+MDI_LOG_OPS=1 (log op, implementation and shapes before each launch), MDI_SYNC=1 (synchronise and check after each). They are read at
+every call, in a step of the model once (`fixed_environment`).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "elementwise.hc_collapse_norm_quant": ("portable",),
     "elementwise.hc_expand": ("portable",),
     "elementwise.hc_expand_mix": ("portable",),
-    "elementwise.hc_expand_mix_norm_quant": ("portable",),
+    "elementwise.hc_expand_mix_norm_quant": ("sm90", "portable"),
     "elementwise.engram_gate": ("portable",),
     #
     # -- attention
@@ -70,6 +72,9 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "indexer.topk_blocks": ("portable",),
     "indexer.cache_rows": ("portable",),
     #
+    # -- linear ("library": torch's product, on every GPU)
+    "linear.fp8": ("sm90", "library"),
+    #
     # -- moe
     "moe.route": ("sm90", "portable"),
     "moe.permute": ("portable",),
@@ -81,9 +86,48 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
 _CAPABILITY = {"sm90": (9, 0), "sm100": (10, 0)}  # an implementation that is not listed runs on every built GPU
 
 
+@functools.cache
 def library_name(op: str, impl: str) -> str:
     """Name in torch.ops.mini_deepinfer: ("moe.route", "sm90") -> "moe_route_sm90"; portable has no suffix."""
     return op.replace(".", "_") + ("" if impl == "portable" else f"_{impl}")
+
+
+@dataclass
+class _Environment:
+    """What the environment says, and what `select` has made of it so far."""
+
+    choices: dict[str, str] = field(default_factory=lambda: read_env("MDI_OPS"))
+    log_ops: bool = field(default_factory=lambda: read_env("MDI_LOG_OPS"))
+    sync: bool = field(default_factory=lambda: read_env("MDI_SYNC"))
+    only_kernels: bool = False
+    chosen: dict[tuple, str] = field(default_factory=dict)
+
+
+_fixed: _Environment | None = None
+
+
+@contextmanager
+def fixed_environment(*, only_kernels: bool = False) -> Iterator[None]:
+    """Within, the environment counts as it was at the start: the ops of a step would ask for it some two thousand times.
+
+    only_kernels: the caller's operands take no reference unless the environment asks for it. See `kernels_check`.
+    """
+    global _fixed
+    before, _fixed = _fixed, _Environment()
+    asked = bool(_fixed.log_ops or _fixed.sync or "reference" in _fixed.choices.values())
+    _fixed.only_kernels = only_kernels and not asked
+    try:
+        yield
+    finally:
+        _fixed = before
+
+
+def kernels_check() -> bool:
+    """Whether the checks of the kernels (csrc/*/*_api.h) are enough: in a step of kernels alone, whose operands are the model's own.
+
+    They refuse what an op's own checks refuse, as RuntimeError. MDI_SYNC=1 and MDI_LOG_OPS=1 bring those back, to look for an error.
+    """
+    return _fixed is not None and _fixed.only_kernels
 
 
 def _check_choice(op: str, impl: str, source: str) -> None:
@@ -96,7 +140,7 @@ def _check_choice(op: str, impl: str, source: str) -> None:
 
 def _environment_choice(op: str) -> str | None:
     """The implementation that MDI_OPS names for op, if any. Raises ValueError naming what exists for any wrong entry."""
-    choices = read_env("MDI_OPS")
+    choices = read_env("MDI_OPS") if _fixed is None else _fixed.choices
     if "*" in choices:
         return choices["*"]
     for name, impl in choices.items():
@@ -188,6 +232,8 @@ def _gate(op: str, impl: str, index: int) -> bool:
 @functools.cache
 def why_not(op: str, impl: str, device: torch.device) -> str | None:
     """Why a compiled implementation cannot run on a CUDA device; None when it can."""
+    if impl == "library":
+        return None
     if reason := _extension.device_problem(device):
         return reason
     capability = torch.cuda.get_device_capability(device)
@@ -234,6 +280,16 @@ def select(op: str, tensor: Tensor, *, impl: str | None = None, compute_dtype: t
         compute always runs the reference, because the kernels are bf16.
     Raises ValueError for an unknown op or implementation (with the list), RuntimeError when it cannot run here.
     """
+    dtype = compute_dtype or tensor.dtype
+    if _fixed is None:
+        return _select(op, tensor.device, dtype, impl)
+    key = (op, tensor.device, dtype, impl)
+    if key not in _fixed.chosen:
+        _fixed.chosen[key] = _select(*key)
+    return _fixed.chosen[key]
+
+
+def _select(op: str, device: torch.device, compute_dtype: torch.dtype, impl: str | None) -> str:
     choice, source = impl, f"{op}(impl=...)"
     if choice is None:
         choice, source = _environment_choice(op), "MDI_OPS"
@@ -241,20 +297,18 @@ def select(op: str, tensor: Tensor, *, impl: str | None = None, compute_dtype: t
         _check_choice(op, choice or "reference", source)
     if choice == "reference":
         return "reference"
-    if tensor.device.type != "cuda":
+    if device.type != "cuda":
         if impl is not None:
-            raise RuntimeError(f"{op}: implementation {impl!r} needs CUDA tensors, got a tensor on {tensor.device}")
+            raise RuntimeError(f"{op}: implementation {impl!r} needs CUDA tensors, got a tensor on {device}")
         return "reference"
-    if (compute_dtype or tensor.dtype) == torch.float32:
+    if compute_dtype == torch.float32:
         if impl is not None:
             raise RuntimeError(f"{op}: implementation {impl!r} computes in bfloat16, got float32; use impl='reference'")
         _log_once(
             logging.INFO, "float32 compute on CUDA: the plain PyTorch reference ops run (the kernels are bfloat16)"
         )
         return "reference"
-    device = torch.device(
-        "cuda", tensor.device.index if tensor.device.index is not None else torch.cuda.current_device()
-    )
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     if choice is None:
         return _best(op, device)
     if reason := why_not(op, choice, device):
@@ -282,12 +336,11 @@ def _describe(value: Any) -> str:
 
 def call(op: str, impl: str, *args: Any) -> None:
     """Launch the compiled implementation `impl` of `op`; honours MDI_LOG_OPS and MDI_SYNC."""
-    name = library_name(op, impl)
-    log_ops, sync = read_env("MDI_LOG_OPS"), read_env("MDI_SYNC")
-    if log_ops:
+    environment = _fixed or _Environment()
+    if environment.log_ops:
         log.warning("%s (%s): %s", op, impl, ", ".join(_describe(arg) for arg in args))
-    getattr(torch.ops.mini_deepinfer, name)(*args)
-    if sync:
+    getattr(torch.ops.mini_deepinfer, library_name(op, impl)).default(*args)  # there are no overloads to choose from
+    if environment.sync:
         try:
             torch.cuda.synchronize()
         except RuntimeError as error:

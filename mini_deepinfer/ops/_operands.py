@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from mini_deepinfer.ops._dispatch import kernels_check
+
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32)  # the kernels take bfloat16, float32 runs the reference
 
 
@@ -22,17 +24,34 @@ def check_operand(
     dims: Mapping[str, int | None],
     like: Tensor | None = None,
 ) -> None:
-    """Raise unless `tensor` has one of the dtypes, the shape `dims` (letter: size, None = any) and `like`'s device."""
+    """Raise unless `tensor` has one of the dtypes, the shape `dims` (letter: size, None = any) and `like`'s device.
+
+    In a step that runs nothing but kernels theirs is the only check.
+    """
+    if kernels_check():
+        return
+    if tensor.dtype not in dtypes or (tensor.shape != tuple(dims.values()) and not _has_shape(tensor, dims)):
+        raise _wrong_operand(op, name, tensor, dtypes, dims)
+    if like is not None and tensor.device != like.device:
+        raise ValueError(f"{op}: {name} must be on {like.device} like the first operand, got {tensor.device}")
+
+
+def _has_shape(tensor: Tensor, dims: Mapping[str, int | None]) -> bool:
+    shape = list(tensor.shape)
+    return len(shape) == len(dims) and shape == [have if size is None else size for size, have in zip(dims.values(), shape)]
+
+
+def _wrong_operand(
+    op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dims: Mapping[str, int | None]
+) -> TypeError | ValueError:
+    """What is wrong in words. Only put together for a wrong operand: a step checks some thousand right ones."""
     letters = ", ".join(letter if size is None or letter.isdigit() else f"{letter}={size}" for letter, size in dims.items())
     wanted = f"{' or '.join(map(dtype_name, dtypes))} [{letters}]"
     got = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
-    if tensor.dtype not in dtypes:
-        hint = f" Cast with {name}.int()." if dtypes == (torch.int32,) else ""
-        raise TypeError(f"{op}: {name} must be {wanted}, got {got}.{hint}")
-    if tensor.dim() != len(dims) or any(size not in (None, have) for size, have in zip(dims.values(), tensor.shape, strict=True)):
-        raise ValueError(f"{op}: {name} must be {wanted}, got {got}")
-    if like is not None and tensor.device != like.device:
-        raise ValueError(f"{op}: {name} must be on {like.device} like the first operand, got {tensor.device}")
+    if tensor.dtype in dtypes:
+        return ValueError(f"{op}: {name} must be {wanted}, got {got}")
+    hint = f" Cast with {name}.int()." if dtypes == (torch.int32,) else ""
+    return TypeError(f"{op}: {name} must be {wanted}, got {got}.{hint}")
 
 
 def check_groups(op: str, name: str, width: int) -> None:
@@ -60,6 +79,6 @@ def check_rotary(op: str, name: str, x: Tensor, positions: Tensor, table: Tensor
 def check_out(op: str, out: Tensor | None, like: Tensor, *letters: str) -> Tensor:
     """`out` after its checks, or a new tensor like `like`, whose dims are called `letters`."""
     if out is None:
-        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return like.new_empty(like.shape)
     check_operand(op, "out", out, (like.dtype,), dict(zip(letters, like.shape, strict=True)), like)
     return out

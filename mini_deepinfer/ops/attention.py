@@ -197,11 +197,11 @@ def compress(
         check_operand(op, "tail_kv", tail_kv, (torch.float32,), {"tail": None, "D": dim}, kv)
         check_operand(op, "tail_score", tail_score, (torch.float32,), {"tail": tail_kv.shape[0], "D": dim}, kv)
     if groups == 0:
-        return torch.empty(0, dim, dtype=out_dtype, device=kv.device)
+        return kv.new_empty(0, dim, dtype=out_dtype)
     chosen = select(op, kv, impl=impl, compute_dtype=out_dtype)
     if chosen == "reference":
         return reference.compress(kv, score, tail_kv, tail_score, group_rows, out_dtype)
-    out = torch.empty(groups, dim, dtype=torch.bfloat16, device=kv.device)
+    out = kv.new_empty(groups, dim, dtype=torch.bfloat16)
     call(op, chosen, kv, score, tail_kv, tail_score, group_rows, out)
     return out
 
@@ -408,8 +408,8 @@ def sparse_rope_quant(
         return reference.sparse_rope_quant(q, *operands, positions, table, groups=groups, folded=folded)
     _check_kernel_sizes(op, q)
     if _rotates(chosen, table) and folded and heads == groups * CODE_HEADS:
-        codes = torch.empty((groups, tokens, heads // groups * dim), dtype=torch.float8_e4m3fn, device=q.device)
-        row_scale = torch.empty((groups, tokens), dtype=torch.float32, device=q.device)
+        codes = q.new_empty((groups, tokens, heads // groups * dim), dtype=torch.float8_e4m3fn)
+        row_scale = q.new_empty((groups, tokens), dtype=torch.float32)
         if tokens:
             call(op, chosen, q, *operands, positions, table, codes, row_scale)
         return codes.transpose(0, 1), row_scale.t()

@@ -7,6 +7,8 @@ An index key row is Di/2 bytes of E2M1 codes (even element in the low nibble), t
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
@@ -16,14 +18,20 @@ from mini_deepinfer.ops._dispatch import call, register_self_test, select
 from mini_deepinfer.ops._operands import COMPUTE_DTYPES, check_groups, check_operand, check_rotary
 from mini_deepinfer.ops.reference import indexer as reference
 
+logger = logging.getLogger(__name__)
+
 # for callers that read packed rows
 pack_keys, unpack_keys = reference.pack_keys, reference.unpack_keys
 
 KERNEL_HEAD_DIMS = (64, 128)
 KERNEL_MAX_HEADS = 64
-FOLDED_MAX_HEADS, FOLDED_HEAD_DIM = 32, 128  # what the sm90 scores fold to int8
+# What the sm90 scores take (csrc/indexer/indexer.h); the portable kernel does the rest, which is logged once for every reason.
+FOLDED_MAX_HEADS, FOLDED_HEAD_DIM = 32, 128  # rows that they fold to int8
 FOLDED_MIN_TOKENS_PER_SEQ = 16  # shorter ones would fold more keys than they score
 FOLDED_MAX_WORKSPACE = 2 << 30
+FOLDED_MAX_STRIDE = 1 << 26
+FOLDED_BLOCK, FOLDED_MAX_CANDIDATES = 8, 8192
+FOLDED_MAX_ENTRIES = 1 << 21  # of all page tables: the candidates' keys are taken in rounds, and each goes through all tokens
 
 
 def _check_positive(op: str, name: str, value: int) -> None:
@@ -125,8 +133,8 @@ def _select_query(op: str, q: Tensor, impl: str | None) -> str:
 
 def _new_query(q: Tensor) -> tuple[Tensor, Tensor]:
     tokens, heads, head_dim = q.shape
-    codes = torch.empty((tokens, heads, head_dim // 2), dtype=torch.uint8, device=q.device)
-    return codes, torch.empty((tokens, heads, head_dim // 32), dtype=torch.uint8, device=q.device)
+    codes = q.new_empty((tokens, heads, head_dim // 2), dtype=torch.uint8)
+    return codes, q.new_empty((tokens, heads, head_dim // 32), dtype=torch.uint8)
 
 
 def _check_score(
@@ -156,27 +164,54 @@ def _check_score(
     return tokens, heads, head_dim
 
 
-def _fold_workspace(tokens: int, heads: int, head_dim: int, num_seqs: int, num_cols: int, device: torch.device) -> Tensor:
-    """Scratch of the sm90 scores (queries and keys as int8); empty where that kernel leaves the work to the portable one."""
+def _logits_workspace_bytes(tokens: int, num_seqs: int, num_cols: int) -> int:
+    """Scratch of the sm90 scores (queries and keys as int8), checked against the kernel's own sum."""
     blocks, tiles = -(-tokens // 16), num_seqs * -(-num_cols // 64)
-    size = blocks * (66 * 1024 + 1) + tiles * (8448 + 1) + 4 * num_seqs + 6 * 1024  # checked against the kernel's own sum
-    fits = heads <= FOLDED_MAX_HEADS and head_dim == FOLDED_HEAD_DIM and size <= FOLDED_MAX_WORKSPACE
-    if not fits or tokens < FOLDED_MIN_TOKENS_PER_SEQ * num_seqs:
-        size = 0
-    return torch.empty(size, dtype=torch.uint8, device=device)
+    return blocks * (66 * 1024 + 1) + tiles * (8448 + 1) + 4 * num_seqs + 6 * 1024
 
 
-def _candidate_workspace(
-    tokens: int, heads: int, head_dim: int, entries: int, num_seqs: int, candidates: int, block_size: int, device: torch.device
-) -> Tensor:
-    """Scratch of the sm90 candidate scores (queries as int8, candidates by SM): `entries` a sequence; empty where the portable
-    kernel does it all."""
-    # checked against the kernel's own sum
-    size = tokens * (4160 + 4 * (candidates + 3) + 2 * 513 + 1) + num_seqs * (-(-entries // 8) + 4) + 7 * 256
-    fits = heads <= FOLDED_MAX_HEADS and head_dim == FOLDED_HEAD_DIM and block_size == 8 and size <= FOLDED_MAX_WORKSPACE
-    if not fits or tokens * candidates * block_size < num_seqs * entries:  # it would fold more keys than it scores
-        size = 0
-    return torch.empty(size, dtype=torch.uint8, device=device)
+def _candidate_workspace_bytes(tokens: int, num_seqs: int, entries: int, candidates: int) -> int:
+    """Scratch of the sm90 candidate scores (queries as int8, candidates by SM), checked against the kernel's own sum."""
+    blocks = num_seqs * -(-entries // FOLDED_BLOCK)
+    return tokens * (4160 + 4 * (candidates + 3) + 2 * (blocks // 100 + 513) + 1) + blocks + 4 * num_seqs + 8 * 256
+
+
+def _why_no_folded_rows(heads: int, head_dim: int, workspace: int) -> str | None:
+    if heads > FOLDED_MAX_HEADS or head_dim != FOLDED_HEAD_DIM:
+        return f"index heads other than at most {FOLDED_MAX_HEADS} of {FOLDED_HEAD_DIM}"
+    return f"a workspace of more than {FOLDED_MAX_WORKSPACE >> 30} GiB" if workspace > FOLDED_MAX_WORKSPACE else None
+
+
+def _why_no_folded_logits(tokens: int, heads: int, head_dim: int, num_seqs: int, stride: int, workspace: int) -> str | None:
+    """Why the portable kernel scores this instead of the sm90 one; None where that one does."""
+    if tokens < FOLDED_MIN_TOKENS_PER_SEQ * num_seqs:
+        return f"fewer than {FOLDED_MIN_TOKENS_PER_SEQ} tokens a sequence"
+    if stride > FOLDED_MAX_STRIDE:
+        return f"rows of scores more than {FOLDED_MAX_STRIDE} apart"
+    return _why_no_folded_rows(heads, head_dim, workspace)
+
+
+def _why_no_folded_candidates(
+    tokens: int, heads: int, head_dim: int, keys: Tensor, entries: int, entries_per_page: int, candidates: int, block_size: int,
+    workspace: int,
+) -> str | None:  # fmt: skip
+    """Why the portable kernel scores this instead of the sm90 one; None where that one does. entries: of all page tables."""
+    if block_size != FOLDED_BLOCK or entries_per_page % FOLDED_BLOCK:
+        return f"blocks other than {FOLDED_BLOCK} in pages of whole blocks"
+    if candidates > FOLDED_MAX_CANDIDATES:
+        return f"more than {FOLDED_MAX_CANDIDATES} candidates a token"
+    if entries > FOLDED_MAX_ENTRIES:
+        return f"page tables of more than {FOLDED_MAX_ENTRIES} entries"
+    if tokens * candidates * block_size < entries:
+        return "fewer scores than the page tables have entries"  # it would fold more keys than it scores
+    if keys.data_ptr() % 16:
+        return "keys that do not start on 16 bytes"
+    return _why_no_folded_rows(heads, head_dim, workspace)
+
+
+@functools.cache
+def _log_portable(op: str, reason: str) -> None:
+    logger.info("%s: the portable kernel, not the sm90 one, scores %s", op, reason)
 
 
 def logits(
@@ -212,6 +247,8 @@ def logits(
     Deterministic, and a token's scores do not depend on the batch. The head sum's order is fixed (csrc/indexer/score_tile.cuh).
     Synchronises: no. Rows that nobody sees may hold anything. A token without visible entries gets a row of -inf.
     Workspace: none (portable); sm90 about 4.1 KiB a token and 132 bytes a sequence and column. Same bits from every kernel.
+    sm90 takes at most 32 heads of 128, at least 16 tokens a sequence, rows at most 2^26 apart and 2 GiB of workspace; the portable
+    kernel runs instead for other work, which is logged once.
     Kernels: csrc/indexer/logits.cu, logits_sm90.cu. Reference: ops.reference.indexer.logits.
     """
     op = "indexer.logits"
@@ -221,7 +258,7 @@ def logits(
     if num_cols < 0:
         raise ValueError(f"{op}: num_cols must not be negative, got {num_cols}")
     if out is None:  # rows start on 128 bytes: topk reads them with 16-byte loads; the padding is never read
-        out = torch.empty((tokens, -(-num_cols // 64) * 64), dtype=weights.dtype, device=weights.device)[:, :num_cols]
+        out = weights.new_empty((tokens, -(-num_cols // 64) * 64))[:, :num_cols]
     else:
         check_operand(op, "out", out, (weights.dtype,), {"T": tokens, "n": num_cols}, weights)
     impl = select(op, weights, impl=impl)
@@ -231,11 +268,16 @@ def logits(
     if impl == "reference":
         return reference.logits(*operands, num_cols, out)
     _check_kernel(op, impl, heads, head_dim)
-    if impl == "sm90":
-        workspace = _fold_workspace(tokens, heads, head_dim, page_table.shape[0], num_cols, weights.device)
-        call(op, impl, *operands, workspace, out)
-    else:
+    if impl != "sm90":
         call(op, impl, *operands, out)
+        return out
+    num_seqs = page_table.shape[0]
+    size = _logits_workspace_bytes(tokens, num_seqs, num_cols)
+    if reason := _why_no_folded_logits(tokens, heads, head_dim, num_seqs, out.stride(0), size):
+        _log_portable(op, reason)
+        call(op, "portable", *operands, out)
+    else:
+        call(op, impl, *operands, torch.empty(size, dtype=torch.uint8, device=weights.device), out)
     return out
 
 
@@ -267,7 +309,7 @@ def candidate_blocks(
         return torch.full((tokens, num_blocks), -1, dtype=torch.int32, device=logits.device)
     if impl == "reference":
         return reference.candidate_blocks(logits, visible, block_size, num_blocks)
-    blocks = torch.empty((tokens, num_blocks), dtype=torch.int32, device=logits.device)
+    blocks = logits.new_empty((tokens, num_blocks), dtype=torch.int32)
     call(op, impl, logits, visible, block_size, blocks)
     return blocks
 
@@ -296,8 +338,10 @@ def candidate_logits(
     Raises:
         TypeError, ValueError  wrong dtype; wrong shape, device or range
         RuntimeError           not contiguous on CUDA; GPU or build cannot run it
-    Deterministic. Synchronises: no. Workspace: none (portable); sm90 about 5.1 KiB and
-    4 bytes a candidate for every token. Same bits from every kernel.
+    Deterministic. Synchronises: no. Workspace: none (portable); sm90 about 5.6 KiB and 4 bytes a candidate for every token. Same
+    bits from every kernel. sm90 takes at most 32 heads of 128, 8,192 candidates of 8 entries in pages of whole blocks, 2^21 entries
+    in all page tables but not more than it scores, keys on 16 bytes and 2 GiB of workspace; the portable kernel runs instead for
+    other work, which is logged once.
     Kernels: csrc/indexer/candidate_logits.cu, candidate_logits_sm90.cu. Reference: ops.reference.indexer.candidate_logits.
     """
     op = "indexer.candidate_logits"
@@ -307,21 +351,25 @@ def candidate_logits(
     check_operand(op, "candidates", candidates, (torch.int32,), {"T": tokens, "C": None}, q_codes)
     _check_positive(op, "block_size", block_size)
     impl = select(op, weights, impl=impl)
-    out = torch.empty((tokens, candidates.shape[1] * block_size), dtype=weights.dtype, device=weights.device)
+    out = weights.new_empty((tokens, candidates.shape[1] * block_size))
     if out.numel() == 0:
         return out
     operands = (q_codes, q_scale, weights, keys, page_table, seq_of_token, visible, entries_per_page, candidates, block_size)
     if impl == "reference":
         return reference.candidate_logits(*operands)
     _check_kernel(op, impl, heads, head_dim)
-    if impl == "sm90":
-        entries = page_table.shape[1] * entries_per_page
-        workspace = _candidate_workspace(
-            tokens, heads, head_dim, entries, page_table.shape[0], candidates.shape[1], block_size, weights.device
-        )
-        call(op, impl, *operands, workspace, out)
-    else:
+    if impl != "sm90":
         call(op, impl, *operands, out)
+        return out
+    num_seqs, entries, per_token = page_table.shape[0], page_table.shape[1] * entries_per_page, candidates.shape[1]
+    size = _candidate_workspace_bytes(tokens, num_seqs, entries, per_token)
+    if reason := _why_no_folded_candidates(
+        tokens, heads, head_dim, keys, num_seqs * entries, entries_per_page, per_token, block_size, size
+    ):
+        _log_portable(op, reason)
+        call(op, "portable", *operands, out)
+    else:
+        call(op, impl, *operands, torch.empty(size, dtype=torch.uint8, device=weights.device), out)
     return out
 
 
@@ -371,8 +419,8 @@ def topk(
         return ids, torch.zeros(tokens, dtype=torch.int32, device=logits.device)
     if impl == "reference":
         return reference.topk(logits, visible, k, candidates, block_size)
-    ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
-    count = torch.empty(tokens, dtype=torch.int32, device=logits.device)
+    ids = logits.new_empty((tokens, k), dtype=torch.int32)
+    count = logits.new_empty(tokens, dtype=torch.int32)
     call(op, impl, logits, visible, candidates, block_size, ids, count)
     return ids, count
 
@@ -404,9 +452,9 @@ def topk_blocks(
         return ids, count, candidate_blocks(logits, visible, block_size, num_blocks, impl=impl)
     if impl == "reference":
         return reference.topk_blocks(logits, visible, k, block_size, num_blocks)
-    ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
-    count = torch.empty(tokens, dtype=torch.int32, device=logits.device)
-    blocks = torch.empty((tokens, num_blocks), dtype=torch.int32, device=logits.device)
+    ids = logits.new_empty((tokens, k), dtype=torch.int32)
+    count = logits.new_empty(tokens, dtype=torch.int32)
+    blocks = logits.new_empty((tokens, num_blocks), dtype=torch.int32)
     call(op, impl, logits, visible, block_size, ids, count, blocks)
     return ids, count, blocks
 

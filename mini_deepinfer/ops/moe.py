@@ -9,19 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mini_deepinfer.ops import elementwise
+from mini_deepinfer.ops import _dispatch, elementwise
 from mini_deepinfer.ops._dispatch import call, register_self_test, select
+from mini_deepinfer.ops.packed_weight import BINADES, PackedWeight, pack_weight
 from mini_deepinfer.ops.reference import moe as reference
 from mini_deepinfer.ops.reference import number_formats
 
 _PERMUTE_BLOCK_SLOTS = 2048  # kPermuteBlockSlots of csrc/moe/moe.h: slots of one block, sizes the workspace
-_FOLD_BINADES = 14  # spread of scales inside a row that E2M1 values keep exactly as E4M3
 _MAX_FOLD_HIDDEN = 8192  # F of swiglu_fold
 _COMPUTE = (torch.bfloat16, torch.float32)
 
 
 def _check(op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, **shape: int) -> None:
-    """Dtype, device and shape (letter=size, in order) of one operand."""
+    """Dtype, device and shape (letter=size, in order) of one operand, where check_operand looks at all."""
+    if _dispatch.kernels_check():
+        return
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{op}: {name} must be {wanted}, got {str(tensor.dtype).removeprefix('torch.')}")
@@ -69,8 +71,8 @@ def route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scaling: float, *, im
         return reference.route(x, weight, bias, k, scaling)
     if weight.dtype != torch.bfloat16:
         raise TypeError(f"{op}: weight must be bfloat16 for the {impl} kernel, got float32. Cast with weight.bfloat16().")
-    ids = torch.empty(t, k, dtype=torch.int32, device=x.device)
-    weights = torch.empty(t, k, dtype=torch.float32, device=x.device)
+    ids = x.new_empty(t, k, dtype=torch.int32)
+    weights = x.new_empty(t, k, dtype=torch.float32)
     if t:
         call(op, impl, x, weight, bias, float(scaling), ids, weights)
     return ids, weights
@@ -108,10 +110,10 @@ def permute(ids: Tensor, first_expert: int, num_local: int, *, impl: str | None 
 def _permute_outputs(ids: Tensor, num_local: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """row_of_slot, slot_of_row, offsets and the workspace, uninitialised."""
     slots = ids.numel()
-    slot_of_row = torch.empty(slots, dtype=torch.int32, device=ids.device)
-    offsets = torch.empty(num_local + 1, dtype=torch.int32, device=ids.device)
+    slot_of_row = ids.new_empty(slots, dtype=torch.int32)
+    offsets = ids.new_empty(num_local + 1, dtype=torch.int32)
     blocks = max(1, -(-slots // _PERMUTE_BLOCK_SLOTS))
-    return torch.empty_like(ids), slot_of_row, offsets, torch.empty(blocks, num_local, dtype=torch.int32, device=ids.device)
+    return torch.empty_like(ids), slot_of_row, offsets, ids.new_empty(blocks, num_local, dtype=torch.int32)
 
 
 def dispatch(
@@ -143,54 +145,36 @@ def dispatch(
         return row_of_slot, slot_of_row, offsets, token_of_row, weights.flatten()[slot.long()] * live
     row_of_slot, slot_of_row, offsets, counts = _permute_outputs(ids, num_local)
     token_of_row = torch.empty_like(slot_of_row)
-    row_weight = torch.empty(ids.numel(), dtype=torch.float32, device=ids.device)
+    row_weight = ids.new_empty(ids.numel(), dtype=torch.float32)
     outs = (row_of_slot, slot_of_row, offsets, token_of_row, row_weight)
     call("moe.dispatch", impl, ids, weights, first_expert, num_local, *outs, counts)
     return outs
 
 
-def weight_row_scale(weight_scale: Tensor, weight: Tensor | None = None) -> tuple[Tensor, bool]:
-    """The largest scale of every row of an MXFP4 weight, and whether the row can be FP8 with that one scale.
-
-    Shapes: E experts, O outputs, K columns.
-        weight_scale  [E, O, K/32]  uint8 E8M0
-        weight        [E, O, K/2]   uint8, optional: groups of zeros may then have any scale
-    Returns:
-        row_byte      [E, O]        uint8, the largest byte of each row
-        exact         bool          every E2M1 * 2^(byte - row_byte + 6) is an E4M3 number: at most 14 binades in a row
-    For the load: reads the whole tensor and synchronises. Rows with a NaN scale stay NaN and count as exact.
-    """
-    op = "moe.weight_row_scale"
-    _check_dims(op, "weight_scale", weight_scale, 3, "E, O, K/32")
-    e, o, groups = weight_scale.shape
-    _check(op, "weight_scale", weight_scale, (torch.uint8,), weight_scale.device, **{"E": e, "O": o, "K/32": groups})
-    if weight is not None:
-        _check(op, "weight", weight, (torch.uint8,), weight_scale.device, **{"E": e, "O": o, "K/2": groups * 16})
-    if weight_scale.numel() == 0:
-        return torch.zeros(e, o, dtype=torch.uint8, device=weight_scale.device), True
-    row_byte = weight_scale.amax(-1)
-    floor = row_byte.clamp(min=_FOLD_BINADES) - _FOLD_BINADES
-    floor = torch.where(row_byte == 255, torch.zeros_like(floor), floor)
-    low = weight_scale < floor.unsqueeze(-1)
-    if weight is not None and bool(low.any()):
-        low &= ((weight & 0x77) != 0).unflatten(-1, (groups, 16)).any(-1)
-    return row_byte, not bool(low.any())
-
-
-def _cached_row_scale(weight_scale: Tensor, weight: Tensor) -> tuple[Tensor, bool]:
-    """weight_row_scale, computed at the first use of a weight and kept with its scale tensor."""
-    kept = getattr(weight_scale, "_mdi_row_scale", None)
-    if kept is None or kept[0] != weight_scale._version:
-        kept = (weight_scale._version, weight_row_scale(weight_scale, weight))
-        weight_scale._mdi_row_scale = kept  # type: ignore[attr-defined]
-    return kept[1]
+def _product(
+    op: str, weight: Tensor | PackedWeight, weight_scale: Tensor | None, a: Tensor, impl: str | None, compute_dtype: torch.dtype
+) -> tuple[str, PackedWeight | tuple[Tensor, Tensor]]:
+    """The implementation of grouped_gemm for a weight, and the weight in the form that it reads: sm90 packed, the others stored."""
+    chosen = select("moe.grouped_gemm", a, impl=impl, compute_dtype=compute_dtype)
+    if isinstance(weight, PackedWeight):
+        if weight_scale is not None:
+            raise ValueError(f"{op}: weight_scale must be None with a PackedWeight, which holds its scales")
+        return chosen, weight if chosen == "sm90" else weight.unpack()
+    if weight_scale is None:
+        raise ValueError(f"{op}: weight_scale must be a tensor [E, O, K/32] with a stored weight, got None")
+    if chosen != "sm90" or impl is None:
+        return "portable" if chosen == "sm90" else chosen, (weight, weight_scale)
+    packed = pack_weight(weight, weight_scale)
+    if packed is None:
+        raise RuntimeError(f"{op}: impl 'sm90' needs weight scales within {BINADES} binades in every row; use impl='portable'")
+    return chosen, packed
 
 
 def grouped_gemm(
     a: Tensor,
     a_scale: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
+    weight: Tensor | PackedWeight,
+    weight_scale: Tensor | None,
     offsets: Tensor,
     a_rows: Tensor | None = None,
     out: Tensor | None = None,
@@ -203,8 +187,8 @@ def grouped_gemm(
     Shapes: M rows of the product, K columns, E experts, O outputs; K and O multiples of 32.
         a             [M or any, K]     float8_e4m3fn, contiguous; bfloat16 or float32 when a_scale is None
         a_scale       [like a, K/32]    uint8 E8M0; None = unquantised activations (reference only)
-        weight        [E, O, K/2]       uint8, two E2M1 codes a byte, even column in the low nibble, contiguous
-        weight_scale  [E, O, K/32]      uint8 E8M0, contiguous
+        weight        [E, O, K/2]       uint8, two E2M1 codes a byte, even column in the low nibble, contiguous; or a PackedWeight
+        weight_scale  [E, O, K/32]      uint8 E8M0, contiguous; None with a PackedWeight
         offsets       [E + 1]           int32, ascending from 0, offsets[E] <= M; on the device, never read by the host
         a_rows        [M]               int32, row of `a` for every row of the product; None = the same row
         out           [M, O]            optional; its dtype wins over out_dtype
@@ -213,25 +197,31 @@ def grouped_gemm(
     Raises:
         TypeError, ValueError  wrong dtype; wrong shape or device
         RuntimeError           not contiguous or not 16-byte aligned on CUDA; GPU or build cannot run it
-    Deterministic; a row does not depend on its neighbours. Synchronises: no, except at the first use of a weight by sm90
-    (weight_row_scale, kept with the scale tensor). Workspace: sm90 the gathered rows, M * K bytes. NaN: codes 0x7f and 0xff and
-    scale byte 255 make their outputs NaN; weights of experts without rows are never read.
+    Deterministic; a row does not depend on its neighbours. Synchronises: no. Workspace: sm90 the gathered rows, M * K bytes. NaN:
+    codes 0x7f and 0xff and scale byte 255 make their outputs NaN; weights of experts without rows are never read.
+    sm90 runs for packed weights (pack_weight, once at the load); a stored one takes the portable kernel. With impl="sm90" a stored
+    weight is packed, and with another product a packed one unpacked, for this call: right, slow, and it synchronises.
     sm90 multiplies in FP8 with one scale per row on both sides (docs/numerics.md): activations below rowmax / 28,500 are
-    rounded, sums are promoted to fp32 every 128 columns. Weights whose scales spread too far for it take the portable kernel.
+    rounded, sums are promoted to fp32 every 128 columns. Weights whose scales spread too far for it cannot be packed.
     Kernels: csrc/moe/grouped_gemm_sm90.cu (with fold.cu), grouped_gemm.cu. Reference: ops.reference.moe.grouped_gemm.
     """
     op = "moe.grouped_gemm"
     _check_dims(op, "a", a, 2, "rows, K")
-    _check_dims(op, "weight", weight, 3, "E, O, K/2")
+    if not isinstance(weight, PackedWeight):
+        _check_dims(op, "weight", weight, 3, "E, O, K/2")
     rows, k = a.shape
-    e, o = weight.shape[0], weight.shape[1]
+    e, o = weight.largest.shape if isinstance(weight, PackedWeight) else weight.shape[:2]
     if k % 32 or o % 32 or k == 0:
         raise ValueError(f"{op}: K and O must be multiples of 32, got K={k}, O={o}")
     _check(op, "a", a, (torch.float8_e4m3fn,) if a_scale is not None else _COMPUTE, a.device, rows=rows, K=k)
     if a_scale is not None:
         _check(op, "a_scale", a_scale, (torch.uint8,), a.device, **{"rows": rows, "K/32": k // 32})
-    _check(op, "weight", weight, (torch.uint8,), a.device, **{"E": e, "O": o, "K/2": k // 2})
-    _check(op, "weight_scale", weight_scale, (torch.uint8,), a.device, **{"E": e, "O": o, "K/32": k // 32})
+    if isinstance(weight, PackedWeight):
+        _check(op, "weight.words", weight.words, (torch.int32,), a.device, **{"E": e, "O": o, "K/8": k // 8})
+    else:
+        _check(op, "weight", weight, (torch.uint8,), a.device, **{"E": e, "O": o, "K/2": k // 2})
+    if weight_scale is not None:
+        _check(op, "weight_scale", weight_scale, (torch.uint8,), a.device, **{"E": e, "O": o, "K/32": k // 32})
     _check(op, "offsets", offsets, (torch.int32,), a.device, **{"E+1": e + 1})
     m = rows
     if a_rows is not None:
@@ -241,28 +231,22 @@ def grouped_gemm(
     if out is not None:
         _check(op, "out", out, _COMPUTE, a.device, M=m, O=o)
         out_dtype = out.dtype
-    forced = impl is not None
     if a_scale is None and impl is None:
         impl = "reference"  # no kernel multiplies unquantised activations
-    impl = select(op, a, impl=impl, compute_dtype=out_dtype)
-    if impl == "reference":
-        return reference.grouped_gemm(a, a_scale, weight, weight_scale, offsets, a_rows, out, out_dtype)
+    impl, operand = _product(op, weight, weight_scale, a, impl, out_dtype)
+    if impl == "reference" and not isinstance(operand, PackedWeight):
+        return reference.grouped_gemm(a, a_scale, *operand, offsets, a_rows, out, out_dtype)
     if a_scale is None:
         raise RuntimeError(f"{op}: implementation {impl!r} needs a_scale (E4M3 activations); use impl='reference'")
     if out is None:
         out = torch.empty(m, o, dtype=out_dtype, device=a.device)
     if not (m and e and o):
         return out
-    extra: tuple[Tensor, ...] = ()
-    if impl == "sm90":
-        row_byte, exact = _cached_row_scale(weight_scale, weight)
-        if exact:
-            extra = (row_byte, *_empty_folded(m, k, a.device))
-        elif forced:
-            raise RuntimeError(f"{op}: impl 'sm90' needs weight scales within {_FOLD_BINADES} binades in every row; use impl='portable'")
-        else:
-            impl = "portable"
-    call(op, impl, a, a_scale, weight, weight_scale, offsets, a_rows, out, *extra)
+    if isinstance(operand, PackedWeight):
+        folded = _empty_folded(m, k, a.device)
+        call(op, impl, a, a_scale, operand.words, operand.shifts, operand.largest, offsets, a_rows, out, *folded)
+    else:
+        call(op, impl, a, a_scale, *operand, offsets, a_rows, out)
     return out
 
 
@@ -315,12 +299,11 @@ def swiglu_quant(
     return codes, scale
 
 
-def swiglu_quant_folded(gu: Tensor, limit: float, *, impl: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def swiglu_quant_folded(gu: Tensor, limit: float, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
     """`swiglu` and `elementwise.act_quant_folded` of its result in one pass, with the bits of the two ops (model spec 6.2, 8).
 
     Shapes: M rows, F hidden, a multiple of 32; gu and limit as in swiglu.
     Returns:
-        h         [M, F]  of gu's dtype
         codes     [M, F]  float8_e4m3fn
         row_scale [M]     float32, a power of two (NaN when the row of h holds NaN or Inf)
     Raises, determinism: as swiglu.
@@ -331,13 +314,12 @@ def swiglu_quant_folded(gu: Tensor, limit: float, *, impl: str | None = None) ->
     impl = select(op, gu, impl=impl)
     if impl == "reference" or f > _MAX_FOLD_HIDDEN:
         h = swiglu(gu, None, limit, impl=impl)
-        return h, *elementwise.act_quant_folded(h, impl="reference" if impl == "reference" else None)
-    h = torch.empty(m, f, dtype=gu.dtype, device=gu.device)
+        return elementwise.act_quant_folded(h, impl="reference" if impl == "reference" else None)
     codes = torch.empty(m, f, dtype=torch.float8_e4m3fn, device=gu.device)
     row_scale = torch.empty(m, dtype=torch.float32, device=gu.device)
     if m:
-        call("moe.swiglu_quant_folded", impl, gu, float(limit), h, codes, row_scale)
-    return h, codes, row_scale
+        call("moe.swiglu_quant_folded", impl, gu, float(limit), codes, row_scale)
+    return codes, row_scale
 
 
 def _check_swiglu(op: str, gu: Tensor, row_weight: Tensor | None, limit: float, num_rows: Tensor | None) -> tuple[int, int]:
@@ -356,13 +338,14 @@ def _check_swiglu(op: str, gu: Tensor, row_weight: Tensor | None, limit: float, 
     return m, f
 
 
-def takes_folded_rows(weight: Tensor, weight_scale: Tensor, compute_dtype: torch.dtype) -> bool:
-    """Whether the first product of `experts` wants its tokens folded: codes with one scale per row (docs/numerics.md).
+def takes_packed_weights(tensor: Tensor, compute_dtype: torch.dtype) -> bool:
+    """Whether the expert products on `tensor`'s device read their weights packed (pack_weight)."""
+    return select("moe.grouped_gemm", tensor, compute_dtype=compute_dtype) == "sm90"
 
-    weight [E, O, K/2] uint8 and weight_scale [E, O, K/32] uint8 as in grouped_gemm. For the load: reads the scales (weight_row_scale,
-    kept with the scale tensor) and synchronises.
-    """
-    return select("moe.grouped_gemm", weight, compute_dtype=compute_dtype) == "sm90" and _cached_row_scale(weight_scale, weight)[1]
+
+def takes_folded_rows(weight: Tensor | PackedWeight, compute_dtype: torch.dtype) -> bool:
+    """Whether the first product of `experts` wants its tokens folded: codes with one scale per row (docs/numerics.md)."""
+    return isinstance(weight, PackedWeight) and takes_packed_weights(weight.words, compute_dtype)
 
 
 def _empty_folded(m: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -370,17 +353,15 @@ def _empty_folded(m: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]
     return torch.empty(m, -(-k // 128) * 128, dtype=torch.uint8, device=device), torch.empty(m, dtype=torch.float32, device=device)
 
 
-def _folded_gemm(
-    folded: Tensor, row_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype
-) -> Tensor:
+def _folded_gemm(folded: Tensor, row_scale: Tensor, weight: PackedWeight, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
     """grouped_gemm of rows that are folded and in the order of the product."""
-    out = torch.empty(folded.shape[0], weight.shape[1], dtype=out_dtype, device=folded.device)
-    call("moe.folded_gemm", "sm90", folded, row_scale, weight, weight_scale, offsets, out, _cached_row_scale(weight_scale, weight)[0])
+    out = torch.empty(folded.shape[0], weight.largest.shape[1], dtype=out_dtype, device=folded.device)
+    call("moe.folded_gemm", "sm90", folded, row_scale, weight.words, weight.shifts, weight.largest, offsets, out)
     return out
 
 
 def _placed_gemm(
-    codes: Tensor, code_scale: Tensor, row_of_slot: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype
+    codes: Tensor, code_scale: Tensor, row_of_slot: Tensor, weight: Tensor | PackedWeight, offsets: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     """grouped_gemm of folded tokens [T, K] with one scale each [T], rows where row_of_slot [T, k] says: [T * k, O]."""
     op = "moe.experts"
@@ -388,22 +369,22 @@ def _placed_gemm(
     _check(op, "codes", codes, (torch.float8_e4m3fn,), codes.device, T=t, N=k)
     _check(op, "scale", code_scale, (torch.float32,), codes.device, T=t)
     _check(op, "row_of_slot", row_of_slot, (torch.int32,), codes.device, T=t, k=picks)
-    if not takes_folded_rows(weight, weight_scale, out_dtype):
+    if not isinstance(weight, PackedWeight) or not takes_folded_rows(weight, out_dtype):
         raise RuntimeError(f"{op}: rows with one scale each are for the sm90 product (takes_folded_rows); pass E8M0 scales [T, N/32]")
-    if not (t and picks and weight.shape[0]):
-        return torch.empty(t * picks, weight.shape[1], dtype=out_dtype, device=codes.device)
+    if not (t and picks and weight.largest.numel()):
+        return torch.empty(t * picks, weight.largest.shape[1], dtype=out_dtype, device=codes.device)
     folded, row_scale = _empty_folded(t * picks, k, codes.device)
     call("moe.place_rows", "portable", codes, code_scale, row_of_slot, folded, row_scale)
-    return _folded_gemm(folded, row_scale, weight, weight_scale, offsets, out_dtype)
+    return _folded_gemm(folded, row_scale, weight, offsets, out_dtype)
 
 
 def experts(
     codes: Tensor,
     scale: Tensor | None,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
+    w13: Tensor | PackedWeight,
+    w13_scale: Tensor | None,
+    w2: Tensor | PackedWeight,
+    w2_scale: Tensor | None,
     offsets: Tensor,
     token_of_row: Tensor,
     row_weight: Tensor,
@@ -418,7 +399,7 @@ def experts(
     Shapes: T tokens, M rows, E experts, N hidden, F expert hidden; operands as in the three ops.
         codes, scale  [T, N], [T, N/32]  quantised tokens; scale None: unquantised, and nothing is quantised between;
                       scale [T] float32: tokens that are folded already (elementwise.act_quant_folded), where takes_folded_rows says so
-        w13           [E, 2F, N/2] with its scale, gate rows then up rows;  w2 [E, N, F/2] with its scale
+        w13           [E, 2F, N/2] with its scale or packed, gate rows then up rows;  w2 [E, N, F/2] with its scale or packed
         token_of_row  [M] int32, row_weight [M] float32 (dispatch)
         row_of_slot   [T, k] int32 (dispatch), M = T * k; needed for folded tokens only
     Returns:
@@ -430,18 +411,18 @@ def experts(
     if scale is not None and scale.dtype == torch.float32:
         if row_of_slot is None or impl not in (None, "sm90"):
             raise ValueError(f"moe.experts: folded tokens need row_of_slot and the sm90 product, got {row_of_slot} and impl={impl!r}")
-        gate_up = _placed_gemm(codes, scale, row_of_slot, w13, w13_scale, offsets, out_dtype)
+        gate_up = _placed_gemm(codes, scale, row_of_slot, w13, offsets, out_dtype)
     else:
         gate_up = grouped_gemm(codes, scale, w13, w13_scale, offsets, token_of_row, out_dtype=out_dtype, impl=impl)
     m, f = gate_up.shape[0], gate_up.shape[1] // 2
     bound = offsets[-1:]
     if m and scale is not None and f <= _MAX_FOLD_HIDDEN:
-        chosen = select("moe.grouped_gemm", codes, impl=impl, compute_dtype=out_dtype)
-        exact = chosen == "sm90" and _cached_row_scale(w2_scale, w2)[1]
-        if exact and select("moe.swiglu_quant", gate_up) == "portable":
+        _, operand = _product("moe.experts", w2, w2_scale, codes, impl, out_dtype)
+        if isinstance(operand, PackedWeight) and select("moe.swiglu_quant", gate_up) == "portable":
             folded, row_scale = _empty_folded(m, f, codes.device)
             call("moe.swiglu_fold", "portable", gate_up, row_weight, float(limit), bound, folded, row_scale)
-            return _folded_gemm(folded, row_scale, w2, w2_scale, offsets, out_dtype)
+            return _folded_gemm(folded, row_scale, operand, offsets, out_dtype)
+        w2, w2_scale = (operand, None) if isinstance(operand, PackedWeight) else operand
     if scale is None:
         h, h_scale = swiglu(gate_up, row_weight, limit, bound), None
     else:
@@ -471,15 +452,13 @@ def combine(y: Tensor, row_of_slot: Tensor, shared: Tensor | None, out_dtype: to
     impl = select(op, y, impl=impl)
     if impl == "reference":
         return reference.combine(y, row_of_slot, shared, out_dtype)
-    out = torch.empty(t, n, dtype=out_dtype, device=y.device)
+    out = y.new_empty(t, n, dtype=out_dtype)
     if t and n:
         call(op, impl, y, row_of_slot, shared, out)
     return out
 
 
-def combine_parts(
-    y: Tensor, row_of_slot: Tensor, parts: Tensor, rank: int, shared: Tensor | None, *, impl: str | None = None
-) -> Tensor:
+def combine_parts(y: Tensor, row_of_slot: Tensor, parts: Tensor, rank: int, shared: Tensor | None, *, impl: str | None = None) -> Tensor:
     """`combine` of this rank's tokens with what the other ranks have for them (model spec 6.2): all ranks' sums in rank order, then
     the shared expert.
 
@@ -500,7 +479,7 @@ def combine_parts(
     impl = select("moe.combine", y, impl=impl)
     if impl == "reference":
         return reference.combine_parts(y, row_of_slot, parts, rank, shared)
-    out = torch.empty(t, n, dtype=y.dtype, device=y.device)
+    out = y.new_empty(t, n)
     if t and n:
         call(op, impl, y, row_of_slot, parts, rank, shared, out)
     return out

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from mini_deepinfer import environment
-from mini_deepinfer.ops import _dispatch, _extension, elementwise
+from mini_deepinfer.ops import _dispatch, _extension, _operands, elementwise
 
 BF16 = torch.zeros(1, dtype=torch.bfloat16)
 
 
 def fake_cuda(dtype: torch.dtype = torch.bfloat16, index: int | None = 0) -> SimpleNamespace:
     """What select() looks at, pretending to live on a GPU."""
-    return SimpleNamespace(device=SimpleNamespace(type="cuda", index=index), dtype=dtype)
+    return SimpleNamespace(device=torch.device("cuda", index), dtype=dtype)
 
 
 class StubLibrary:
@@ -28,7 +28,7 @@ class StubLibrary:
     def __init__(self, *names: str) -> None:
         self.calls: list[tuple[str, tuple]] = []
         for name in names:
-            setattr(self, name, lambda *args, name=name: self.calls.append((name, args)))
+            setattr(self, name, SimpleNamespace(default=lambda *args, name=name: self.calls.append((name, args))))
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_readme_names_every_op_and_its_kernels() -> None:
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
     hopper = {op for row in rows if row[4].strip() == "yes" for op in re.findall(r"`([\w.]+)`", row[1])}
     assert hopper == {op for op, kinds in _dispatch.IMPLEMENTATIONS.items() if "sm90" in kinds}
-    assert all("portable" in kinds for kinds in _dispatch.IMPLEMENTATIONS.values())
+    assert all("portable" in kinds or "library" in kinds for kinds in _dispatch.IMPLEMENTATIONS.values())
 
 
 def test_cpu_tensors_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +166,24 @@ def test_bad_mdi_ops(machine, monkeypatch: pytest.MonkeyPatch, text: str, messag
         _dispatch.select("moe.route", BF16)
 
 
+def test_a_step_chooses_once(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within it the environment stays what it was, per op, device, dtype and explicit choice; afterwards it counts again."""
+    monkeypatch.setenv("MDI_OPS", "attention.sparse=portable")
+    with _dispatch.fixed_environment():
+        assert _dispatch.select("attention.sparse", fake_cuda()) == "portable"
+        monkeypatch.setenv("MDI_OPS", "reference")
+        assert _dispatch.select("attention.sparse", fake_cuda()) == "portable"
+        assert _dispatch.select("moe.route", fake_cuda()) == "portable"  # also what was not asked for before
+        assert _dispatch.select("attention.sparse", fake_cuda(), impl="sm90") == "sm90"
+        assert _dispatch.select("attention.sparse", fake_cuda(torch.float32)) == "reference"
+        assert _dispatch.select("attention.sparse", fake_cuda(torch.float32), compute_dtype=torch.bfloat16) == "portable"
+        assert _dispatch.select("attention.sparse", BF16) == "reference"
+        for _ in range(2):  # a refusal is not remembered as a choice
+            with pytest.raises(RuntimeError, match="computes in bfloat16, got float32"):
+                _dispatch.select("attention.sparse", fake_cuda(torch.float32), impl="sm90")
+    assert _dispatch.select("attention.sparse", fake_cuda()) == "reference"
+
+
 # -- the sm100 self-test gate ----------------------------------------------------------------------------------------
 
 
@@ -260,6 +278,23 @@ def test_bad_input_never_reaches_the_library(stub: StubLibrary, op, codes, scale
     assert stub.calls == []
 
 
+@pytest.mark.parametrize("variable, value", [("", ""), ("MDI_SYNC", "1"), ("MDI_LOG_OPS", "1"), ("MDI_OPS", "reference"),
+                                             ("MDI_OPS", "moe.route=reference")])  # fmt: skip
+def test_operands_are_checked_unless_kernels_do(machine, monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    """Only a step says that its kernels look at everything, and only if nothing in the environment asks for more."""
+    if variable:
+        monkeypatch.setenv(variable, value)
+    for only_kernels in (False, True):
+        assert not _dispatch.kernels_check()
+        with _dispatch.fixed_environment(only_kernels=only_kernels):
+            assert _dispatch.kernels_check() is (only_kernels and not variable)
+            if not _dispatch.kernels_check():
+                with pytest.raises(ValueError, match=r"some.op: x must be float32 \[T=2\], got float32 \[1\]"):
+                    _operands.check_operand("some.op", "x", torch.zeros(1), (torch.float32,), {"T": 2})
+            else:
+                _operands.check_operand("some.op", "x", torch.zeros(1), (torch.float32,), {"T": 2})
+
+
 def test_log_and_sync_flags(stub: StubLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     synced = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: synced.append(1))
@@ -267,6 +302,11 @@ def test_log_and_sync_flags(stub: StubLibrary, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("MDI_SYNC", "1")
     elementwise.expand_fp8(torch.zeros(3, 64, dtype=U8), torch.zeros(3, 2, dtype=U8))
     assert "elementwise.expand_fp8 (portable): uint8[3, 64], uint8[3, 2], bfloat16[3, 64]" in caplog.text
+    assert synced == [1]
+    monkeypatch.setenv("MDI_SYNC", "0")
+    with _dispatch.fixed_environment():
+        monkeypatch.setenv("MDI_SYNC", "1")
+        elementwise.expand_fp8(torch.zeros(3, 64, dtype=U8), torch.zeros(3, 2, dtype=U8))
     assert synced == [1]
     monkeypatch.setenv("MDI_SYNC", "yes")
     with pytest.raises(ValueError, match="MDI_SYNC = 'yes': must be 0 or 1"):

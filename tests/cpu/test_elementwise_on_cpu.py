@@ -76,11 +76,11 @@ def launch(op: str, impl: str, *args: Any) -> None:
         run(name, *streams.shape, y, y.stride(0), streams, *rest)
     elif name == "hc_expand_mix_norm_quant":
         y, streams, *rest = args
-        *rest, weight, workspace, out, x, codes, scale, pre, post, comb = rest
+        *rest, weight, keep_x, workspace, out, x, codes, scale, pre, post, comb = rest
         folded = scale.dtype == torch.float32
         run(
-            name, *streams.shape, y, y.stride(0), streams, *rest, weight, weight.dtype == torch.float32, workspace, out, x,
-            codes, None if folded else scale, scale if folded else None, pre, post, comb,
+            name, *streams.shape, y, y.stride(0), streams, *rest, weight, weight.dtype == torch.float32, keep_x, workspace,
+            out, x, codes, None if folded else scale, scale if folded else None, pre, post, comb,
         )  # fmt: skip
     elif name == "engram_gate":
         streams, z, *rest = args
@@ -95,6 +95,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "select", lambda op, tensor, *, impl=None, compute_dtype=None: impl or "portable")
         monkeypatch.setattr(module, "call", launch)
     monkeypatch.setattr(gpu, "call", launch)
+    monkeypatch.setattr(gpu, "implementations", lambda op: ("portable",))
 
 
 QUANT_SHAPES = [(1, 32), (33, 128), (5, 1280), (3, 5120), (2, 16384)]

@@ -76,6 +76,17 @@ def test_float32_selection(length, layer):
     assert rows.float().mean() >= (1.0 if length < 33 else 0.9)
 
 
+def test_queries_scored_in_chunks_select_the_same(monkeypatch):
+    logits, whole = scored(33)
+    monkeypatch.setattr("mini_deepinfer.model.indexer.LOGITS_BYTES", 33 * 4 * 10)  # 10 tokens at a time at ratio 1
+    parts: dict[tuple[str, int], list[torch.Tensor]] = {}
+    again = runner().score(prompt(33), trace=lambda name, layer, tensor: parts.setdefault((name, layer), []).append(tensor.clone()))
+    assert len(parts["index_scores", 5]) > 1
+    assert torch.equal(again, logits)
+    for key, pieces in parts.items():
+        assert torch.equal(torch.cat(pieces), whole[key]) or key[0] == "index_scores", key
+
+
 def front(ids: torch.Tensor) -> torch.Tensor:
     """The chosen ids ascending, -1 behind, whatever slots the -1 stood in."""
     big = torch.iinfo(torch.int32).max

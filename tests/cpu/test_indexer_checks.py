@@ -114,6 +114,59 @@ def test_kernel_limits_name_what_runs() -> None:
         indexer._check_kernel("indexer.logits", "portable", 65, 96)
 
 
+PORTABLE = [  # what differs from work that the sm90 scores take, and the reason that is logged
+    ("logits", {"heads": 33}, {}, "index heads other than at most 32 of 128"),
+    ("logits", {"dim": 64}, {}, "index heads other than at most 32 of 128"),
+    ("logits", {"tokens": 15}, {}, "fewer than 16 tokens a sequence"),
+    ("candidate_logits", {"heads": 33}, {}, "index heads other than at most 32 of 128"),
+    ("candidate_logits", {}, {"block_size": 4}, "blocks other than 8 in pages of whole blocks"),
+    ("candidate_logits", {}, {"entries_per_page": 4}, "blocks other than 8 in pages of whole blocks"),
+    ("candidate_logits", {}, {"candidates": 8193}, "more than 8192 candidates a token"),
+    ("candidate_logits", {}, {"pages": (1 << 17) + 1}, "page tables of more than 2097152 entries"),
+    ("candidate_logits", {}, {"pages": 400}, "fewer scores than the page tables have entries"),
+    ("candidate_logits", {}, {"first_key": 1}, "keys that do not start on 16 bytes"),
+    ("logits", {}, {}, None),
+    ("candidate_logits", {}, {}, None),
+    ("candidate_logits", {}, {"pages": 1 << 17, "candidates": 8192}, None),
+]
+
+
+@pytest.mark.parametrize("op, shape, change, reason", PORTABLE, ids=lambda x: str(x)[:40])
+def test_scores_past_the_limits_of_sm90_take_the_portable_kernel_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, op: str, shape: dict[str, int], change: dict[str, int],
+    reason: str | None,
+) -> None:  # fmt: skip
+    operands = score_operands(**{"tokens": 40, "heads": 32, "dim": 128} | shape)
+    tokens = operands["weights"].shape[0]
+    operands["keys"] = operands["keys"].repeat(2, 1)[change.get("first_key", 0) :][:32]
+    operands["page_table"] = torch.zeros(1, change.get("pages", 2), dtype=torch.int32)
+    operands["entries_per_page"] = change.get("entries_per_page", 16)
+    calls: list[tuple[str, str, tuple[Any, ...]]] = []
+    monkeypatch.setattr(indexer, "select", lambda *args, **kwargs: "sm90")
+    monkeypatch.setattr(indexer, "call", lambda name, impl, *args: calls.append((name, impl, args)))
+    indexer._log_portable.cache_clear()
+    if op == "logits":
+        operands["num_cols"] = 8
+    else:
+        operands["candidates"] = torch.zeros(tokens, change.get("candidates", 8), dtype=torch.int32)
+        operands["block_size"] = change.get("block_size", 8)
+    with caplog.at_level("INFO", logger=indexer.logger.name):
+        for _ in range(2):
+            getattr(indexer, op)(**operands)
+    assert [(name, impl) for name, impl, _ in calls] == [(f"indexer.{op}", "portable" if reason else "sm90")] * 2
+    wanted = [f"indexer.{op}: the portable kernel, not the sm90 one, scores {reason}"] if reason else []
+    assert [record.getMessage() for record in caplog.records] == wanted
+
+
+def test_limits_of_folded_scores_that_need_much_memory() -> None:
+    assert indexer._why_no_folded_logits(16, 32, 128, 1, (1 << 26) + 64, 0) == "rows of scores more than 67108864 apart"
+    assert indexer._why_no_folded_logits(16, 32, 128, 1, 1 << 26, 2 << 30) is None
+    assert indexer._why_no_folded_logits(16, 32, 128, 1, 64, (2 << 30) + 1) == "a workspace of more than 2 GiB"
+    sizes = (4096, 32, 128, torch.zeros(16), 1 << 21, 128, 2048, 8)
+    assert indexer._why_no_folded_candidates(*sizes, (2 << 30) + 1) == "a workspace of more than 2 GiB"
+    assert indexer._why_no_folded_candidates(*sizes, 2 << 30) is None
+
+
 def test_empty_and_cpu_results() -> None:
     operands = score_operands()
     scores = indexer.logits(**operands, num_cols=24)

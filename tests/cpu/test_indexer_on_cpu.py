@@ -90,7 +90,8 @@ def test_logits(heads: int, dim: int, per_page: int) -> None:
     candidates = torch.tensor([0, 3, -1, 4, 7, 8, 12, 16, -1], dtype=torch.int32).repeat(len(owner), 1)
     wanted = reference.candidate_logits(*operands, per_page, candidates, 8)
     assert_bitwise(score(operands, per_page, 72, candidates), wanted, "candidate_logits")
-    assert_bitwise(score(operands, per_page, 72, candidates, "candidate_logits_sm90"), wanted, "candidate_logits_sm90")
+    if dim == 128 and per_page % 8 == 0:
+        assert_bitwise(score(operands, per_page, 72, candidates, "candidate_logits_sm90"), wanted, "candidate_logits_sm90")
 
 
 def select(x: torch.Tensor, visible: torch.Tensor, k: int, num_blocks: int) -> list[torch.Tensor]:

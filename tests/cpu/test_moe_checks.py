@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from mini_deepinfer.ops import moe
+from mini_deepinfer.ops.packed_weight import pack_weight
+from tests.inputs import fp4_weight, fp8_activation, generator
+from tests.numerics import assert_bitwise
 
 
 @pytest.fixture
@@ -71,28 +74,48 @@ def test_grouped_gemm_without_scales_is_the_reference(launches: list[str]) -> No
     assert launches == []
 
 
-def test_weight_row_scale() -> None:
-    scale = torch.tensor([[[120, 106, 118], [120, 105, 118], [255, 3, 9], [0, 0, 0]]], dtype=torch.uint8)
-    weight = torch.full((1, 4, 48), 0x21, dtype=torch.uint8)
-    row_byte, exact = moe.weight_row_scale(scale, weight)
-    assert row_byte.tolist() == [[120, 120, 255, 0]] and not exact
-    weight[0, 1, 16:32] = 0x80  # zeros of either sign may have any scale
-    assert moe.weight_row_scale(scale, weight)[1]
-    assert not moe.weight_row_scale(scale)[1]
-    with pytest.raises(ValueError, match="weight must be"):
-        moe.weight_row_scale(scale, weight[:, :, :32])
+def test_the_form_of_a_weight_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sm90 reads packed weights, every other implementation stored ones; each gets its own and never the other's bytes."""
+    seen: list[tuple[str, tuple[Any, ...]]] = []
+    monkeypatch.setattr(moe, "call", lambda op, impl, *args: seen.append((impl, args)))
+    chosen = "sm90"
+    monkeypatch.setattr(moe, "select", lambda op, tensor, *, impl=None, compute_dtype=None: impl or chosen)
+    weight = torch.randint(0, 256, (2, 96, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    stored = gemm(weight=weight, weight_scale=torch.full((2, 96, 2), 120, dtype=torch.uint8))
+    packed_weight = pack_weight(stored["weight"], stored["weight_scale"])
+    assert packed_weight is not None
+    packed = gemm(weight=packed_weight, weight_scale=None)
+    moe.grouped_gemm(**stored)
+    moe.grouped_gemm(**packed)
+    moe.grouped_gemm(**stored, impl="sm90")
+    moe.grouped_gemm(**packed, impl="portable")
+    assert [impl for impl, _ in seen] == ["portable", "sm90", "sm90", "portable"]
+    for _, args in (seen[0], seen[3]):
+        assert torch.equal(args[2], stored["weight"]) and torch.equal(args[3], stored["weight_scale"])
+    for _, args in seen[1:3]:
+        assert torch.equal(args[2], packed_weight.words) and torch.equal(args[3], packed_weight.shifts)
+    with pytest.raises(ValueError, match="weight_scale must be None with a PackedWeight"):
+        moe.grouped_gemm(**packed | {"weight_scale": stored["weight_scale"]})
+    with pytest.raises(ValueError, match=r"weight_scale must be a tensor \[E, O, K/32\]"):
+        moe.grouped_gemm(**stored | {"weight_scale": None})
+    with pytest.raises(TypeError, match="weight must be uint8, got int32"):
+        moe.grouped_gemm(**stored | {"weight": packed_weight.words.view(2, 96, 8).repeat(1, 1, 4)})
+    with pytest.raises(ValueError, match=r"weight.words must be \[E=2, O=96, K/8=12\]"):
+        moe.grouped_gemm(**packed | {"a": torch.zeros(4, 96, dtype=torch.float8_e4m3fn), "a_scale": torch.zeros(4, 3, dtype=torch.uint8)})
+    stored["weight_scale"][1, 5, 0] = 90
+    with pytest.raises(RuntimeError, match="within 14 binades"):
+        moe.grouped_gemm(**stored, impl="sm90")
 
 
-def test_row_scale_is_kept_until_the_scales_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    real = moe.weight_row_scale
-    monkeypatch.setattr(moe, "weight_row_scale", lambda *args: calls.append(1) or real(*args))
-    scale, weight = torch.full((1, 2, 3), 120, dtype=torch.uint8), torch.zeros(1, 2, 48, dtype=torch.uint8)
-    for _ in range(3):
-        assert moe._cached_row_scale(scale, weight)[0].tolist() == [[120, 120]]
-    assert len(calls) == 1
-    scale[0, 0, 1] = 125
-    assert moe._cached_row_scale(scale, weight)[0].tolist() == [[125, 120]]
+def test_packed_weights_run_the_reference_on_the_cpu() -> None:
+    g = generator(1)
+    codes, scale = fp8_activation(g, 9, 160)
+    weight, weight_scale = fp4_weight(g, 2, 64, 160)
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    wanted = moe.grouped_gemm(codes, scale, weight, weight_scale, offsets, out_dtype=torch.float32)
+    packed = pack_weight(weight, weight_scale)
+    assert packed is not None
+    assert_bitwise(moe.grouped_gemm(codes, scale, packed, None, offsets, out_dtype=torch.float32), wanted)
 
 
 ROUTE = {"x": torch.zeros(3, 64), "weight": torch.zeros(8, 64), "bias": torch.zeros(8), "k": 2, "scaling": 1.5}
@@ -146,11 +169,11 @@ def test_swiglu_quant_refuses(launches: list[str]) -> None:
     codes, scale = moe.swiglu_quant(gu, None, 10.0)
     assert (codes.shape, scale.shape) == ((3, 64), (3, 2))
     assert moe.swiglu(gu, None, 10.0).shape == (3, 64)
-    assert [t.shape for t in moe.swiglu_quant_folded(gu, 10.0)] == [(3, 64), (3, 64), (3,)]
+    assert [t.shape for t in moe.swiglu_quant_folded(gu, 10.0)] == [(3, 64), (3,)]
     assert launches == ["moe.swiglu_quant"] * 2 + ["moe.swiglu_quant_folded"]
     launches.clear()
     assert [t.shape for t in moe.swiglu_quant(gu[:0], torch.zeros(0), 10.0)] == [(0, 64), (0, 2)]
-    assert [t.shape for t in moe.swiglu_quant_folded(gu[:0], 10.0)] == [(0, 64), (0, 64), (0,)]
+    assert [t.shape for t in moe.swiglu_quant_folded(gu[:0], 10.0)] == [(0, 64), (0,)]
     assert moe.swiglu(gu[:0], None, 10.0).shape == (0, 64)
     assert launches == []
 
@@ -192,10 +215,13 @@ def test_experts_take_folded_tokens_only_where_the_product_does(launches: list[s
         moe.experts(*folded, *weights, *rows, 10.0)
     with pytest.raises(RuntimeError, match=r"rows with one scale each are for the sm90 product"):
         moe.experts(*folded, *weights, *rows, 10.0, row_of_slot=outs[0])
-    assert launches == [] and not moe.takes_folded_rows(*weights[:2], torch.bfloat16)
+    assert launches == [] and not moe.takes_folded_rows(weights[0], torch.bfloat16)
     choices = {"moe.grouped_gemm": "sm90"}
     monkeypatch.setattr(moe, "select", lambda op, tensor, *, impl=None, compute_dtype=None: choices.get(op, "portable"))
-    assert moe.takes_folded_rows(*weights[:2], torch.bfloat16)
+    assert not moe.takes_folded_rows(weights[0], torch.bfloat16)
+    packed = [pack_weight(*weights[:2]), None, pack_weight(*weights[2:]), None]
+    assert moe.takes_folded_rows(packed[0], torch.bfloat16)
+    weights = packed
     assert moe.experts(*folded, *weights, *rows, 10.0, row_of_slot=outs[0]).shape == (tokens * k, n)
     assert launches == ["moe.place_rows", "moe.folded_gemm", "moe.swiglu_fold", "moe.folded_gemm"]
     with pytest.raises(ValueError, match=r"row_of_slot must be \[T=3, k=2\]"):

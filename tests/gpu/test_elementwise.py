@@ -5,6 +5,7 @@ Quantised outputs, scales, rope and every fused pass are compared bit for bit; s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mini_deepinfer.ops import elementwise
-from mini_deepinfer.ops._dispatch import call
+from mini_deepinfer.ops._dispatch import IMPLEMENTATIONS, call
 from mini_deepinfer.ops.reference import elementwise as reference
 from tests.inputs import Canary, generator, integers, normal
 from tests.numerics import assert_bitwise
@@ -24,6 +25,11 @@ TOKENS = (1, 31, 33, 129)
 
 def to(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(device) for t in tensors)
+
+
+def implementations(op: str) -> tuple[str, ...]:
+    """The kernels of elementwise.<op>."""
+    return IMPLEMENTATIONS[f"elementwise.{op}"]
 
 
 def positive(g: torch.Generator, *shape: int) -> Tensor:
@@ -467,13 +473,18 @@ def test_hc_expand_mix_is_the_composition(cuda: torch.device, n: int, tokens: in
     if width % 32:
         return
     weight = normal(g, width).to(cuda)
-    for folded in (False, True):
-        got = elementwise.hc_expand_mix_norm_quant(
-            y, streams, last_pre, last_post, last_comb, *site, weight, folded=folded, impl="portable"
-        )
+    names = ("streams", "x", "codes", "scale", "pre", "post", "comb")
+    for folded, impl in itertools.product((False, True), implementations("hc_expand_mix_norm_quant")):
         full = (wanted[0], *elementwise.rmsnorm_quant(wanted[1], weight, EPS, folded=folded), *wanted[2:])
-        for name, out, want in zip(("streams", "x", "codes", "scale", "pre", "post", "comb"), got, full):
-            assert_bitwise(out, want, f"hc_expand_mix_norm_quant {name}")
+        for keep_x, given in ((True, streams.clone()), (False, streams)):  # in place, and beside the streams
+            got = elementwise.hc_expand_mix_norm_quant(
+                y, given, last_pre, last_post, last_comb, *site, weight, folded=folded, keep_x=keep_x, impl=impl,
+                out=given if keep_x else None,
+            )  # fmt: skip
+            assert (got[0] is given) == keep_x and (got[1] is None) != keep_x
+            for name, out, want in zip(names, got, full, strict=True):
+                if out is not None:
+                    assert_bitwise(out, want, f"hc_expand_mix_norm_quant {impl}, folded={folded}, keep_x={keep_x}: {name}")
 
 
 # -- engram gate ----------------------------------------------------------------------------------------------------
@@ -617,21 +628,21 @@ def test_nothing_is_written_outside(cuda: torch.device, tokens: int, width: int)
         ("hc_expand", (x, streams, pre, comb), [(full, bf)]),
         ("hc_expand_mix", (x, streams, pre, pre, comb, fn, base, scale, 20, 1e-6, EPS),
          [((floats,), f32), (full, bf), (row, bf), ((tokens, n), f32), ((tokens, n), f32), ((tokens, n, n), f32)]),
-        ("hc_expand_mix_norm_quant", (x, streams, pre, pre, comb, fn, base, scale, 20, 1e-6, EPS, weight),
+        ("hc_expand_mix_norm_quant", (x, streams, pre, pre, comb, fn, base, scale, 20, 1e-6, EPS, weight, True),
          [((floats,), f32), (full, bf), (row, bf), (row, f8), (groups, u8), ((tokens, n), f32), ((tokens, n), f32),
           ((tokens, n, n), f32)]),
         ("engram_gate", (streams, z, gate_weight, gate_weight, EPS), [(full, bf)]),
     ]  # fmt: skip
-    for op, args, outputs in runs:
+    for (op, args, outputs), impl in ((run, impl) for run in runs for impl in implementations(run[0])):
         canaries = [Canary(shape, dtype, cuda) for shape, dtype in outputs]
-        call(f"elementwise.{op}", "portable", *args, *(c.tensor for c in canaries))
+        call(f"elementwise.{op}", impl, *args, *(c.tensor for c in canaries))
         for canary in canaries:
             canary.check()
         if "mix" not in op:  # every output byte is written: a second run over other bytes agrees
             first = [c.tensor.clone() for c in canaries]
             for canary in canaries:
                 canary.tensor.view(torch.uint8).fill_(0x5A)
-            call(f"elementwise.{op}", "portable", *args, *(c.tensor for c in canaries))
+            call(f"elementwise.{op}", impl, *args, *(c.tensor for c in canaries))
             for canary, wanted in zip(canaries, first):
                 assert_bitwise(canary.tensor, wanted, f"{op}: every byte written")
 
@@ -674,6 +685,12 @@ def test_hyper_connections_past_int32(cuda: torch.device) -> None:
     passed = elementwise.hc_expand_mix(plant(small_y), streams, plant(pre), plant(pre), plant(comb), *site, out=streams)
     for out, wanted in zip(passed, elementwise.hc_expand_mix(small_y, expanded, pre, pre, comb, *site)):
         assert_bitwise(out[at], wanted, "hc_expand_mix")
+    small_pass = elementwise.hc_expand_mix_norm_quant(small_y, passed[0][at], pre, pre, comb, *site, weight, folded=True)
+    planted = (plant(small_y), streams, plant(pre), plant(pre), plant(comb))
+    for impl in implementations("hc_expand_mix_norm_quant"):
+        passed = elementwise.hc_expand_mix_norm_quant(*planted, *site, weight, folded=True, impl=impl)
+        for out, wanted in zip(passed, small_pass):
+            assert_bitwise(out[at], wanted, f"hc_expand_mix_norm_quant {impl}")
     assert int(streams.view(torch.int16).ne(0).any(-1).any(-1).sum()) == 5, "a token that was zero changed"
 
 

@@ -354,6 +354,44 @@ def test_candidate_logits_of_more_keys_than_shared_memory_holds(cuda: torch.devi
         assert_bitwise(indexer.candidate_logits(*on_gpu, impl=candidate_impl), out, "another run")
 
 
+def test_candidate_logits_of_many_long_sequences(cuda: torch.device, candidate_impl: str) -> None:
+    """Eight sequences with page tables of 131,072 entries: sm90 goes through the tokens in seven rounds."""
+    num_seqs, entries, per_page, tokens = 8, 131_072, 128, 64
+    g = generator(9)
+    keys = reference.pack_keys(normal(g, 4096, 128)).repeat(num_seqs * entries // 4096, 1)
+    table = torch.randperm(num_seqs * entries // per_page, generator=g).int().view(num_seqs, -1)
+    codes, scale = nf.quant_mxfp4(normal(g, tokens, 32, 128))
+    owner, visible = torch.arange(tokens).int() % num_seqs, entries - torch.arange(tokens).int()
+    candidates = torch.stack([torch.randperm(entries // 8 - 8, generator=g)[:2048].sort().values for _ in range(tokens)]).int()
+    candidates[:, -1] = (visible - 1) // 8
+    operands = (codes, scale, normal(g, tokens, 32, scale=2.0**-6), keys, table, owner, visible)
+    assert tokens * 2048 * 8 >= num_seqs * entries and num_seqs * entries <= indexer.FOLDED_MAX_ENTRIES  # what sm90 takes
+    on_gpu = (*(x.to(cuda) for x in operands), per_page, candidates.to(cuda), 8)
+    out = indexer.candidate_logits(*on_gpu, impl=candidate_impl)
+    few = [x if x is keys or x is table else x[:9] for x in operands]
+    assert_bitwise(out[:9], reference.candidate_logits(*few, per_page, candidates[:9], 8), "the first tokens")
+    assert_bitwise(out, indexer.candidate_logits(*on_gpu, impl="portable"), "against the portable kernel")
+
+
+def test_folded_scores_refuse_what_they_do_not_take(cuda: torch.device) -> None:
+    """The ops give such work to the portable kernel before; the kernels do not fall back by themselves."""
+    runnable("indexer.logits", "sm90")
+    wide, small = scene([0] * 40, [300] * 40, heads=33), scene([0] * 40, [300] * 40)
+    out, none = torch.zeros(40, 304, dtype=torch.bfloat16, device=cuda), torch.zeros(0, dtype=torch.uint8, device=cuda)
+    blocks = torch.arange(38, device=cuda).int().repeat(40, 1)
+    much = torch.zeros(1, (1 << 14) + 1, dtype=torch.int32, device=cuda)  # page table of more than 2^21 entries
+    for s, message in ((wide, "at most 32 heads of 128"), (small, "workspace must hold")):
+        with pytest.raises(RuntimeError, match=message):
+            call("indexer.logits", "sm90", *s.operands(cuda), none, out)
+        with pytest.raises(RuntimeError, match=message):
+            call("indexer.candidate_logits", "sm90", *s.operands(cuda), blocks, 8, none, out)
+    operands = small.operands(cuda)
+    with pytest.raises(RuntimeError, match="blocks of 8"):
+        call("indexer.candidate_logits", "sm90", *operands, blocks.repeat(1, 2), 4, none, out)
+    with pytest.raises(RuntimeError, match="at most 2097152 entries"):
+        call("indexer.candidate_logits", "sm90", *operands[:4], much, *operands[5:], blocks, 8, none, out)
+
+
 def test_candidate_scores_have_the_bits_of_the_dense_scores(
     cuda: torch.device, logits_impl: str, candidate_impl: str
 ) -> None:

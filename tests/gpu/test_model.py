@@ -14,6 +14,8 @@ from mini_deepinfer.model.moe import MoE
 from mini_deepinfer.model.step import Step
 from mini_deepinfer.ops import attention, reference
 from mini_deepinfer.ops.linear import Activation
+from mini_deepinfer.ops.moe import takes_packed_weights
+from mini_deepinfer.ops.packed_weight import PackedWeight
 from mini_deepinfer.parallel import Loopback
 from mini_deepinfer.tensor_table import expert_range
 from mini_deepinfer.weights import load_weights
@@ -164,10 +166,12 @@ def test_loopback_does_rank_zeros_work(cuda, world):
     profile = NumericProfile(torch.bfloat16, True)
     weights = load_weights(TINY_A, config, rank=0, world=world, device="cuda")
     full = load_weights(TINY_A, config, device="cuda")
-    parallel = Loopback(world, config.n_routed_experts)
+    parallel = Loopback(world, config.n_routed_experts, cuda)
     g = torch.Generator().manual_seed(1)
     x = torch.randn(37, config.hidden_size, generator=g).bfloat16().cuda()
     moe = MoE(config, profile, config.layers[3], weights, parallel)
+    packs = takes_packed_weights(moe.gate.weight, torch.bfloat16)  # it takes the memory of the stored weights
+    assert isinstance(moe.w13, PackedWeight) == packs == ("layers.3.ffn.experts.w13" not in weights.tensors)
     counts = parallel.gather_counts(37)
     got = moe(Activation(x, profile), Step(SimpleNamespace(padding=None), None, counts))
     ids, route_weights = moe.gate(x)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mini_deepinfer.ops import _dispatch, elementwise, moe
+from mini_deepinfer.ops.packed_weight import PackedWeight, pack_weight
 from mini_deepinfer.ops.reference import moe as reference
 from mini_deepinfer.ops.reference import number_formats as nf
 from tests.inputs import Canary, fp4_weight, fp8_activation, generator, normal, random_bytes
@@ -225,11 +226,57 @@ def test_grouped_gemm_wide_weight_scales_take_the_portable_kernel(cuda: torch.de
     weight, weight_scale = fp4_weight(g, 1, 64, 128)
     weight_scale[0, 5] = torch.tensor([127, 127, 105, 120])
     args = [t.to(cuda) for t in (a, a_scale, weight, weight_scale, offsets_of([40]))]
-    assert not moe.weight_row_scale(args[3], args[2])[1]
+    assert pack_weight(args[2], args[3]) is None
     assert_bitwise(moe.grouped_gemm(*args), moe.grouped_gemm(*args, impl="portable"))
     if "sm90" in GEMM_IMPLS and _dispatch.why_not("moe.grouped_gemm", "sm90", cuda) is None:
         with pytest.raises(RuntimeError, match="within 14 binades"):
             moe.grouped_gemm(*args, impl="sm90")
+
+
+@pytest.fixture
+def hopper(cuda: torch.device) -> torch.device:
+    if reason := _dispatch.why_not("moe.grouped_gemm", "sm90", cuda):
+        pytest.skip(reason)
+    return cuda
+
+
+def test_packed_weight_every_byte_at_every_distance(hopper: torch.device) -> None:
+    """One-hot rows read the weights back: every byte at every place of a word, under scales up to 14 binades apart."""
+    rows, columns = 256 * 15, 640
+    g = generator(19)
+    weight = torch.stack([torch.randperm(256, generator=g) for _ in range(15 * columns // 2)], 1).to(torch.uint8)
+    weight = weight.view(256, 15, columns // 2).transpose(0, 1).reshape(1, rows, columns // 2).contiguous()
+    distance = torch.arange(rows) // 256
+    groups = torch.arange(columns // 32)
+    weight_scale = torch.where(groups % 5 == distance[:, None] % 5, 127, 127 - distance[:, None]).to(torch.uint8)[None]
+    a = torch.eye(columns).to(torch.float8_e4m3fn)
+    a_scale = torch.full((columns, columns // 32), 127, dtype=torch.uint8)
+    args = [t.to(hopper) for t in (a, a_scale, weight, weight_scale.contiguous(), offsets_of([columns]))]
+    exact = nf.dequant_mxfp4(weight[0], weight_scale[0]).T
+    assert torch.equal(moe.grouped_gemm(*args, impl="sm90").float().cpu(), exact)
+
+
+@pytest.mark.parametrize("k, o", [(32, 32), (160, 96), (512, 288)])
+def test_packed_weight_gives_the_bits_of_the_stored_one(hopper: torch.device, k: int, o: int) -> None:
+    """Packed on the CPU, on the GPU and in place, and read back by the portable kernel."""
+    g = generator(k)
+    a, a_scale = (t.to(hopper) for t in fp8_activation(g, 150, k))
+    weight, weight_scale = fp4_weight(g, 3, o, k, scale=0.02)
+    stored = (weight.to(hopper), weight_scale.to(hopper))
+    offsets = offsets_of([100, 0, 50]).to(hopper)
+    on_cpu, on_gpu = pack_weight(weight, weight_scale), pack_weight(*stored)
+    taken = pack_weight(stored[0].clone(), stored[1], in_place=True)
+    assert on_cpu is not None and on_gpu is not None and taken is not None
+    for packed in (on_gpu, taken):
+        for got, wanted in zip(vars(packed).values(), vars(on_cpu).values(), strict=True):
+            assert torch.equal(got.cpu(), wanted)
+    for impl in GEMM_IMPLS:
+        wanted_out = moe.grouped_gemm(a, a_scale, *stored, offsets, impl=impl)
+        assert_bitwise(moe.grouped_gemm(a, a_scale, on_gpu, None, offsets, impl=impl), wanted_out, impl)
+    packed_out = moe.grouped_gemm(a, a_scale, on_gpu, None, offsets)
+    chosen = _dispatch.select("moe.grouped_gemm", a, compute_dtype=torch.bfloat16)
+    assert_bitwise(packed_out, moe.grouped_gemm(a, a_scale, *stored, offsets, impl=chosen), chosen)
+    assert_bitwise(moe.grouped_gemm(a, a_scale, *stored, offsets), moe.grouped_gemm(a, a_scale, *stored, offsets, impl="portable"))
 
 
 @pytest.mark.big
@@ -348,10 +395,8 @@ def test_swiglu_quant_folded_is_swiglu_then_act_quant_folded(cuda: torch.device,
     gu = normal(generator(m + f), m, 2 * f, scale=4.0)
     gu[:, : f // 3] *= 1e-3  # groups at other scales
     gu[m - 1, 5] = float("nan")
-    h, codes, row_scale = moe.swiglu_quant_folded(gu.to(cuda), 10.0, impl="portable")
-    wanted_h = moe.swiglu(gu.to(cuda), None, 10.0, impl="portable")
-    wanted_codes, wanted_scale = elementwise.act_quant_folded(wanted_h)
-    assert_bitwise(h, wanted_h, "h")
+    codes, row_scale = moe.swiglu_quant_folded(gu.to(cuda), 10.0, impl="portable")
+    wanted_codes, wanted_scale = elementwise.act_quant_folded(moe.swiglu(gu.to(cuda), None, 10.0, impl="portable"))
     assert_bitwise(codes[: m - 1], wanted_codes[: m - 1], "codes")
     assert_bitwise(row_scale[: m - 1], wanted_scale[: m - 1], "row_scale")
     assert bool(row_scale[m - 1].isnan()) and bool(wanted_scale[m - 1].isnan())
@@ -402,16 +447,16 @@ def test_swiglu_quant_past_2_31_elements(cuda: torch.device) -> None:
 
 @pytest.mark.big
 def test_swiglu_quant_folded_past_2_31_elements(cuda: torch.device) -> None:
-    """932,100 rows of 2,304: h and codes cross 2^31 at row 932,067, gate and up at row 466,033."""
+    """932,100 rows of 2,304: codes cross 2^31 at row 932,067, gate and up at row 466,033."""
     m, f = 932_100, 2304
     rows = [0, 466_033, 466_034, 932_067, 932_068, m - 1]
     gu = torch.zeros(m, 2 * f, dtype=torch.bfloat16, device=cuda)
     gu[rows] = normal(generator(17), len(rows), 2 * f).to(cuda)
     got = moe.swiglu_quant_folded(gu, 10.0, impl="portable")
-    for out, wanted, name in zip(got, moe.swiglu_quant_folded(gu[rows], 10.0, impl="portable"), ("h", "codes", "row_scale"), strict=True):
+    for out, wanted, name in zip(got, moe.swiglu_quant_folded(gu[rows], 10.0, impl="portable"), ("codes", "row_scale"), strict=True):
         assert_bitwise(out[rows], wanted, name)
-    for out in got[:2]:
-        assert int(out.view(torch.uint8).count_nonzero()) == int(out[rows].view(torch.uint8).count_nonzero())
+    codes = got[0].view(torch.uint8)
+    assert int(codes.count_nonzero()) == int(codes[rows].count_nonzero())
 
 
 def test_no_rows(cuda: torch.device) -> None:
@@ -419,13 +464,14 @@ def test_no_rows(cuda: torch.device) -> None:
     gu = torch.empty(0, 128, dtype=torch.bfloat16, device=cuda)
     none, bound = torch.empty(0, device=cuda), torch.zeros(1, dtype=torch.int32, device=cuda)
     codes, scale = moe.swiglu_quant(gu, none, 10.0, bound, impl="portable")
-    h, folded, row_scale = moe.swiglu_quant_folded(gu, 10.0, impl="portable")
-    for out in (moe.swiglu(gu, None, 10.0, impl="portable"), codes, h, folded):
+    h = moe.swiglu(gu, None, 10.0, impl="portable")
+    folded, row_scale = moe.swiglu_quant_folded(gu, 10.0, impl="portable")
+    for out in (h, codes, folded):
         assert out.shape == (0, 64)
     assert scale.shape == (0, 2) and row_scale.shape == (0,)
     _dispatch.call("moe.swiglu_quant", "portable", gu, None, 10.0, None, codes, scale, None)
     _dispatch.call("moe.swiglu_quant", "portable", gu, None, 10.0, None, None, None, h)
-    _dispatch.call("moe.swiglu_quant_folded", "portable", gu, 10.0, h, folded, row_scale)
+    _dispatch.call("moe.swiglu_quant_folded", "portable", gu, 10.0, folded, row_scale)
     wide = torch.empty(0, 128, dtype=torch.uint8, device=cuda)
     _dispatch.call("moe.swiglu_fold", "portable", gu, none, 10.0, bound, wide, row_scale)
     torch.cuda.synchronize(cuda)  # a launch of zero blocks would be an error here
@@ -644,8 +690,9 @@ def test_experts_end_to_end(cuda: torch.device, world: int) -> None:
         ids, weights = (t.to(cuda) for t in reference.route(x, gate, bias, k, 1.5))
         outs = moe.dispatch(ids, weights, 0, experts)
         folded = elementwise.act_quant_folded(x.to(cuda))
-        weights_of_experts = [t.to(cuda) for t in (w13, w13_scale, w2, w2_scale)]
-        y = moe.experts(*folded, *weights_of_experts, outs[2], outs[3], outs[4], 10.0, row_of_slot=outs[0])
+        packed = [pack_weight(*pair) for pair in ((w13.to(cuda), w13_scale.to(cuda)), (w2.to(cuda), w2_scale.to(cuda)))]
+        assert all(isinstance(weight, PackedWeight) for weight in packed)
+        y = moe.experts(*folded, packed[0], None, packed[1], None, outs[2], outs[3], outs[4], 10.0, row_of_slot=outs[0])
         assert_bitwise(y[: int(outs[2][-1])], run_fused("sm90", True), "tokens folded before they are placed")
 
     difference = (run(cuda, "portable").cpu() - run("cpu", "reference")).abs()

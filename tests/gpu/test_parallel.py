@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 def test_loopback_memory_is_not_reused_too_early(cuda: torch.device, rows: int) -> None:
     """Memory is given back as early as the caller can, and written over at once, while the rows are still on their way."""
     world, width = 4, 2048
-    parallel = Loopback(world, num_experts=8)
+    parallel = Loopback(world, num_experts=8, device=cuda)
     counts = parallel.gather_counts(rows)
     wrong = torch.zeros((), dtype=torch.int64, device=cuda)
     for turn in range(30):
@@ -32,9 +32,8 @@ def test_loopback_memory_is_not_reused_too_early(cuda: torch.device, rows: int) 
 
 def test_loopback_rows_can_be_captured(cuda: torch.device) -> None:
     """Decode steps are graphs: what runs beside the step belongs to them."""
-    parallel = Loopback(4, num_experts=8)
+    parallel = Loopback(4, num_experts=8, device=cuda)
     own = torch.zeros(700, 2048, dtype=torch.int32, device=cuda)
-    parallel.all_gather(own, [700] * 4)  # the stream exists before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         sent = parallel.start_all_gather([own], [700] * 4)

@@ -52,11 +52,12 @@ void run_hc_expand_mix(int64_t tokens, int n, int width, const uint16_t* y, int6
 void run_hc_expand_mix_norm_quant(int64_t tokens, int n, int width, const uint16_t* y, int64_t y_stride,
                                   const uint16_t* streams, const float* last_pre, const float* last_post,
                                   const float* last_comb, const float* fn, const float* base, const float* scale, int iters,
-                                  float hc_eps, float norm_eps, const void* weight, int weight_is_f32, float* partial,
-                                  uint16_t* out, uint16_t* x, uint8_t* codes, uint8_t* group_scale, float* row_scale,
-                                  float* pre, float* post, float* comb) {
-    const RowParams row{tokens, width, x, width, nullptr, nullptr, 0, weight, weight_is_f32 != 0, norm_eps, x,
-                        row_scale != nullptr ? Quant::kFolded : Quant::kGroup, codes, group_scale, row_scale, nullptr};
+                                  float hc_eps, float norm_eps, const void* weight, int weight_is_f32, int keep_x,
+                                  float* partial, uint16_t* out, uint16_t* x, uint8_t* codes, uint8_t* group_scale,
+                                  float* row_scale, float* pre, float* post, float* comb) {
+    const RowParams row{tokens, width, x, width, nullptr, nullptr, 0, weight, weight_is_f32 != 0, norm_eps,
+                        keep_x != 0 ? x : nullptr, row_scale != nullptr ? Quant::kFolded : Quant::kGroup, codes, group_scale,
+                        row_scale, nullptr};
     launch_hc_expand_mix({{tokens, n, width, streams, fn, base, scale, iters, hc_eps, norm_eps, partial, pre, post, comb,
                            nullptr},
                           y, y_stride, last_pre, last_post, last_comb, out, x},

@@ -9,6 +9,6 @@ extern "C" void swiglu_quant(int64_t rows, int hidden, float limit, const uint16
 }
 
 extern "C" void swiglu_fold(int64_t rows, int hidden, float limit, const uint16_t* gu, const float* row_weight,
-                            const int32_t* bound, uint16_t* h, bool expert_order, uint8_t* folded, float* row_scale) {
-    launch_swiglu_fold({{rows, hidden, limit, gu, row_weight, bound, nullptr, nullptr, h, nullptr}, expert_order, folded, row_scale});
+                            const int32_t* bound, bool expert_order, uint8_t* folded, float* row_scale) {
+    launch_swiglu_fold({{rows, hidden, limit, gu, row_weight, bound, nullptr, nullptr, nullptr, nullptr}, expert_order, folded, row_scale});
 }

@@ -37,7 +37,7 @@ def expand_fp8(codes: Tensor, scale: Tensor, *, impl: str | None = None) -> Tens
     impl = select(op, codes, impl=impl)
     if impl == "reference":
         return reference.expand_fp8(codes, scale)
-    out = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
+    out = codes.new_empty(codes.shape, dtype=torch.bfloat16)
     call(op, impl, codes, scale, out)
     return out
 
@@ -61,6 +61,6 @@ def expand_fp4(packed: Tensor, scale: Tensor, *, impl: str | None = None) -> Ten
     impl = select(op, packed, impl=impl)
     if impl == "reference":
         return reference.expand_fp4(packed, scale)
-    out = torch.empty((packed.shape[0], packed.shape[1] * 2), dtype=torch.bfloat16, device=packed.device)
+    out = packed.new_empty((packed.shape[0], packed.shape[1] * 2), dtype=torch.bfloat16)
     call(op, impl, packed, scale, out)
     return out

@@ -16,10 +16,10 @@ def check_norm(op: str, x: Tensor, width: int, weight: Tensor, eps: float) -> No
 
 
 def new_codes(x: Tensor, tokens: int, width: int, folded: bool, groups: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
-    codes = torch.empty((tokens, *groups, width), dtype=torch.float8_e4m3fn, device=x.device)
+    codes = x.new_empty((tokens, *groups, width), dtype=torch.float8_e4m3fn)
     if folded:
-        return codes, torch.empty((tokens, *groups), dtype=torch.float32, device=x.device)
-    return codes, torch.empty((tokens, *groups, width // 32), dtype=torch.uint8, device=x.device)
+        return codes, x.new_empty((tokens, *groups), dtype=torch.float32)
+    return codes, x.new_empty((tokens, *groups, width // 32), dtype=torch.uint8)
 
 
 def reference_quant(x: Tensor, folded: bool) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, impl: str | None = None) -
     impl = select(op, x, impl=impl)
     if impl == "reference":
         return reference.rmsnorm(x, weight, eps)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     if x.shape[0]:
         call(op, impl, x, weight, eps, out)
     return out
@@ -121,7 +121,7 @@ def rmsnorm_quant(
     if impl == "reference":
         y = reference.rmsnorm(x, weight, eps)
         return y, *reference_quant(y, folded)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(x.shape)
     codes, scale = new_codes(x, x.shape[0], x.shape[1], folded)
     if x.shape[0]:
         call(op, impl, x, weight, eps, y, codes, scale)

@@ -89,7 +89,7 @@ def _expand_mix_norm_quant(i: dict[str, Tensor], impl: str) -> tuple[Tensor, ...
     last = (i["post"], i["post"], i["comb"])
     outputs = hc_expand_mix_norm_quant(i["x"], i["streams"], *last, **_site(i), norm_weight=i["weight"], folded=True, impl=impl)
     out, x, codes, scale, *mix = outputs
-    return out, *mix, *_values(x, codes, scale)
+    return out, *mix, *_values(*(() if x is None else (x,)), codes, scale)
 
 
 _ONE_STEP = 2.0**-8  # of the largest output: sums are taken in another order than the reference takes them

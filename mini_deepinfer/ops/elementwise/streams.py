@@ -46,7 +46,7 @@ def _new_coefficients(streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, n, width = streams.shape
     floats = tokens * -(-width // 160) * (-(-(2 * n + n * n) // 8) * 8 + 4)
     workspace, pre, post, comb = (
-        torch.empty(shape, dtype=torch.float32, device=streams.device)
+        streams.new_empty(shape, dtype=torch.float32)
         for shape in ((floats,), (tokens, n), (tokens, n), (tokens, n, n))
     )
     return workspace, pre, post, comb
@@ -277,18 +277,21 @@ def hc_expand_mix_norm_quant(
     norm_weight: Tensor,
     *,
     folded: bool,
+    keep_x: bool = True,
     out: Tensor | None = None,
     impl: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`hc_expand_mix` and `rmsnorm_quant` of its x: all the work between two sublayers, with the bits of the two ops.
 
     Shapes, dtypes and limits: as hc_expand_mix; norm_weight [N] bfloat16 or float32, its eps is norm_eps;
     N % 32 == 0, on CUDA N <= 10240.
     Returns:
-        streams [T, n, N] (out, or a new tensor); x [T, N], the next sublayer's normed input; codes [T, N] float8_e4m3fn;
-        scale, [T, N/32] uint8 E8M0 bytes, or with folded=True [T] float32 row scales; the next site's pre, post, comb
+        streams [T, n, N] (out, or a new tensor); x [T, N], the next sublayer's normed input, or None if keep_x is False (the
+        kernel then does not write it); codes [T, N] float8_e4m3fn; scale, [T, N/32] uint8 E8M0 bytes, or with folded=True
+        [T] float32 row scales; the next site's pre, post, comb
     Raises, determinism, workspace: as hc_mix.
-    Kernel: csrc/elementwise/hc_expand_mix.cu. Reference: the composition of the reference ops.
+    Kernels: csrc/elementwise/hc_expand_mix_sm90.cu (n = 4), hc_expand_mix.cu; same bits. Reference: the composition of the
+    reference ops.
     """
     op = "elementwise.hc_expand_mix_norm_quant"
     site = (fn, base, scale, sinkhorn_iters, hc_eps, norm_eps)
@@ -303,16 +306,16 @@ def hc_expand_mix_norm_quant(
         x = reference.rmsnorm(x, norm_weight, norm_eps)
         codes, codes_scale = reference_quant(x, folded)
         pre, post, comb = coefficients
-        return out, x, codes, codes_scale, pre, post, comb
+        return out, x if keep_x else None, codes, codes_scale, pre, post, comb
     x = torch.empty(y.shape, dtype=streams.dtype, device=streams.device)
     codes, codes_scale = new_codes(streams, tokens, width, folded)
     workspace, pre, post, comb = _new_coefficients(streams)
     if tokens:
         call(
-            op, impl, y, streams, last_pre, last_post, last_comb, *site, norm_weight, workspace,
+            op, impl, y, streams, last_pre, last_post, last_comb, *site, norm_weight, keep_x, workspace,
             out, x, codes, codes_scale, pre, post, comb,
         )  # fmt: skip
-    return out, x, codes, codes_scale, pre, post, comb
+    return out, x if keep_x else None, codes, codes_scale, pre, post, comb
 
 
 def engram_gate(

@@ -32,6 +32,13 @@ def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out[:num_rows].to(torch.float32)
 
 
+def fp8(codes: torch.Tensor, row_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
+    """Rows [T, g, K] with scales [T, g] times a weight [O, K] with scales [O], group by group: [T, O] bfloat16."""
+    values = codes.to(torch.float32) * row_scale[..., None]
+    weights = (weight.to(torch.float32) * weight_scale[:, None]).unflatten(0, (codes.shape[1], -1))
+    return torch.cat([matmul(values[:, g], weights[g]) for g in range(codes.shape[1])], 1).to(torch.bfloat16)
+
+
 def dequant_block32(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """FP8 weight [O, K] with one E8M0 byte per 32x32 tile (scale [ceil(O/32), ceil(K/32)]): exact values (model spec 2.1)."""
     rows, cols = codes.shape
