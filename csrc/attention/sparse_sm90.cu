@@ -1,5 +1,5 @@
-// Sparse attention over packed KV rows on Hopper (wgmma). Same function as sparse.cu; model spec 4.5 and 4.6. Few tokens go to
-// sparse_split_sm90.cu, which gives the same bits.
+// Sparse attention over packed or expanded KV rows on Hopper (wgmma). Same function as sparse.cu; model spec 4.5 and 4.6. Few tokens
+// with packed rows go to sparse_split_sm90.cu. All give the same bits.
 //
 // Floor of T=4096, H=64, 640 slots (GPU clocks per step of 64 slots and SM): tensor cores 2 x 64 x 64 x 512 multiply-adds
 // = 2,048; shared memory at 128 B a clock: Q 64 + K 64 KiB for S, V 64 + P 16 KiB for O, 64 KiB to write K, packed rows 18 (FP4)
@@ -24,7 +24,17 @@
 // quarters.
 // Two tokens in a block, to expand the rows they share only once, do not fit: their O alone is 256 KiB, all registers of an SM.
 //
-// One persistent block per SM walks over (token, 64 heads) items; four warpgroups:
+// Expanded rows (bf16, expand_rows.cu) take the other producers: one warpgroup that copies rows straight to the K tile. Measured in
+// turns with packed rows, rotated and quantised as in a step, T=4096: 640 slots, model-like picks of 65,536 rows 0.68 ms instead of
+// 0.80 (1.22 million cycles instead of 1.44), random picks of 131,072 rows 0.72 instead of 0.80, 128 slots 0.246 instead of 0.307;
+// T=256, 640 slots 0.054 instead of 0.061. Expanding 65,536 rows takes 0.028 ms, a layer's window 0.007. The consumers alone (nothing
+// copied) take 1.16 million cycles. Where no two tokens share a window row or a pick (random windows) it is no faster: 134 MB do not
+// fit L2.
+// Worth it: 128 producers instead of 256 (2%), rows in their natural order, so that only the rotated atom of Q is touched (2%, 5% of
+// 128 slots), the next step's rows fetched to L2 (2%, random picks 5%), addresses without branches (3%). Slower: that fetch before the
+// copies (0 to 4%), the producers storing O (4%; without the quantisation 2% faster).
+//
+// One persistent block per SM walks over (token, 64 heads) items; four warpgroups (packed rows):
 //   producers (warpgroups 2 and 3, 64 registers): copy packed rows by index to shared memory (cp.async), half a step ahead (window
 //     rows two quarters of a tile), and expand them to bf16 in the free one of two K tiles, a warp eight rows; copy Q under the first
 //     half of its item's first tile;
@@ -38,6 +48,9 @@
 // after next completes, because that needs both empty[]); q_full, q_empty per item. Every thread arrives itself: compute-sanitizer's
 // racecheck does not follow a lane that arrives for its warp after __syncwarp. When all do, its errors vanish; warnings stay,
 // for bytes of cp.async that another lane reads after the wait and __syncwarp.
+//
+// With expanded rows: one warpgroup of producers (72 registers), a warp sixteen rows; its cp.async arrive on full[] themselves, the last
+// quarter's barrier also waits for each warp's valid rows; consumers have 216 registers and one m64n256k16.
 //
 // Shared memory: Q 64 KiB, K 2 x 64 KiB, P 2 x 8 KiB, packed rows 18 KiB, the rest 1 KiB = 227 KiB, all there is. A packed row's
 // buffer is that of a compressed row; the quarters of a window row take turns in it, two at a time (Packed).
@@ -423,7 +436,7 @@ struct ExpandedProducer : QueryProducer<kRotates, true> {
     }
 
     // What a lane copies in a step: 16 bytes of every 128 of four rows, four rows apart. A row that is not there is zero; its address is
-    // that of row 0, because branches here cost 3% of the kernel.
+    // that of row 0: no branches here.
     struct LaneRows {
         const uint8_t* from[kLaneRows];
         uint32_t bytes[kLaneRows];  // 16 or 0

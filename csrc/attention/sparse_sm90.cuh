@@ -5,7 +5,8 @@
 //
 // Tiles are atoms of 64 columns (128 bytes a row) under the 128-byte swizzle: K-major for Q, K in S and P, MN-major for V = the
 // same K tile. They are in the order and scale of row_codec.cuh: Q is permuted on its way in and O on its way out; the scale of S
-// and the last factor of O take the key factor back, exactly.
+// and the last factor of O take the key factor back, exactly. With expanded rows they are in natural order, which gives the same bits:
+// the order of the columns inside the eight of a product's k does not matter to wgmma (test_sparse_expanded_rows_give_the_bits_of_packed_ones).
 #pragma once
 #include <cuda_bf16.h>
 
