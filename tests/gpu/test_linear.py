@@ -71,7 +71,7 @@ def test_fp8(cuda: torch.device, impl: str, tokens: int, groups: int, k: int, co
     out = fp8(*inputs, impl=impl)
     product, size = exact(*inputs)
     error = (out.double() - product).abs()
-    bound = 2.0**-8 * product.abs() + 2.0**-10 * size
+    bound = 2.0**-8 * product.abs() + 2.0**-9 * size  # a term far below the largest of its 32 may be lost
     assert bool((error <= bound).all()), f"{int((error > bound).sum())} over the bound, worst {float((error / bound).max()):.2f}"
     if out.numel() >= 10_000:
         mean = float(((out.double() - product.bfloat16().double()).abs() / size).mean())
