@@ -367,11 +367,11 @@ class ProcessGroup(ExpertParallel):
             with stage(name), beside(name):
                 call()
             return lambda: None
-        done = self._stream.run(name, call)
+        step_waits = self._stream.run(name, call)
 
         def wait() -> None:
             with stage(name):
-                done()
+                step_waits()
 
         return wait
 
