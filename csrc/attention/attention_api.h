@@ -159,8 +159,8 @@ inline void expand_rows(const Tensor& packed, const OptionalTensor& pages, int64
         check_contiguous(op, "pages", *pages);
     }
     launch_expand_rows({static_cast<int>(num_rows), static_cast<int>(packed.size(0)), row_bytes == kWindowRowBytes,
-                             data<const uint8_t>(packed), data<const int32_t>(pages), static_cast<int>(page_rows),
-                             data<uint8_t>(out), scope.stream});
+                        data<const uint8_t>(packed), data<const int32_t>(pages), static_cast<int>(page_rows), data<uint8_t>(out),
+                        scope.stream});
 }
 
 // kTakesExpanded: both pools may hold expanded rows
