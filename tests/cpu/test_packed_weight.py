@@ -88,7 +88,7 @@ def test_packed_weights_are_not_packed_again() -> None:
 
 
 def test_the_model_packs_what_can_be_packed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """It takes packed weights out of the checkpoint's tensors and computes the same; a weight whose scales spread too far it names and keeps."""
+    """Packed weights leave the checkpoint's tensors and change no bit; a weight whose scales spread too far is named and kept."""
     wide = "layers.3.ffn.experts.w2"
     loaded: list[dict[str, torch.Tensor]] = []
 
