@@ -290,8 +290,8 @@ def hc_expand_mix_norm_quant(
         kernel then does not write it); codes [T, N] float8_e4m3fn; scale, [T, N/32] uint8 E8M0 bytes, or with folded=True
         [T] float32 row scales; the next site's pre, post, comb
     Raises, determinism, workspace: as hc_mix.
-    Kernels: csrc/elementwise/hc_expand_mix_sm90.cu (n = 4), hc_expand_mix.cu; same bits. Reference: the composition of the
-    reference ops.
+    Kernels: csrc/elementwise/hc_expand_mix_sm90.cu (n = 4, other n go to the portable one), hc_expand_mix.cu; same bits.
+    Reference: the composition of the reference ops.
     """
     op = "elementwise.hc_expand_mix_norm_quant"
     site = (fn, base, scale, sinkhorn_iters, hc_eps, norm_eps)
