@@ -44,7 +44,6 @@ constexpr int kCluster = 2;
 constexpr int kRows = 128;                    // of a block
 constexpr int kHalves = 2, kHalf = 128;       // of a tile's columns
 constexpr int kColumns = kHalves * kHalf;
-constexpr int kShare = kHalf / kCluster;      // of a half's weights, fetched by each block for both
 constexpr int kBlockK = 128;
 constexpr int kStages = 4;
 constexpr int kConsumerWarps = 8, kWarpRows = 16;
@@ -77,7 +76,7 @@ static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory");
 
 struct Maps {
     CUtensorMap rows;     // boxes of 128 rows x 128 bytes
-    CUtensorMap columns;  // boxes of 64 weight rows x 128 bytes
+    CUtensorMap columns[kHalves];  // [halves of a tile - 1]: boxes of half of those weight rows x 128 bytes
     CUtensorMap out;      // boxes of 16 rows x 64 columns
 };
 
@@ -113,22 +112,23 @@ __device__ __forceinline__ Tile find_tile(const Fp8Params& p, int round) {
 
 // One thread fills the ring: this block's rows, and its half of the weights for both blocks.
 __device__ void produce(SharedStorage& shared, const Fp8Params& p, const Maps& maps) {
-    const int share = static_cast<int>(ptx::cluster_rank()) * kShare, num_steps = ceil_div(p.k, kBlockK);
+    const int rank = static_cast<int>(ptx::cluster_rank()), num_steps = ceil_div(p.k, kBlockK);
     int stage = 0;
     uint32_t phase = 0;
     const auto wait_empty = [&] { ptx::mbarrier_wait(ptx::smem_address(&shared.empty[stage]), phase ^ 1); };
     for (int round = 0;; ++round) {
         const Tile tile = find_tile(p, round);
         if (!tile.exists) break;
+        const CUtensorMap* map = &maps.columns[tile.halves - 1];
+        const int columns = tile.halves * kHalf, share = rank * columns / kCluster;
         for (int step = 0; step < num_steps; ++step) {
             wait_empty();
             const uint32_t full = ptx::smem_address(&shared.full[stage]);
-            ptx::mbarrier_arrive_expect_tx(full, (kRows + tile.halves * kHalf) * kBlockK);
+            ptx::mbarrier_arrive_expect_tx(full, (kRows + columns) * kBlockK);
             ptx::tma_load_2d(ptx::smem_address(shared.rows[stage]), &maps.rows, full, tile.group * p.k + step * kBlockK,
                              tile.first_row);
-            for (int column = share; column < tile.halves * kHalf; column += kHalf)
-                ptx::tma_load_2d_multicast(ptx::smem_address(shared.columns[stage]) + column * kBlockK, &maps.columns, full,
-                                           step * kBlockK, tile.first_column + column, 0x3);
+            ptx::tma_load_2d_multicast(ptx::smem_address(shared.columns[stage]) + share * kBlockK, map, full, step * kBlockK,
+                                       tile.first_column + share, 0x3);
             if (++stage == kStages) stage = 0, phase ^= 1;
         }
     }
@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem());
     if (threadIdx.x == 0) {
         ptx::prefetch_tensor_map(&maps.rows);
-        ptx::prefetch_tensor_map(&maps.columns);
+        for (const CUtensorMap& map : maps.columns) ptx::prefetch_tensor_map(&map);
         ptx::prefetch_tensor_map(&maps.out);
         for (int s = 0; s < kStages; ++s) {
             ptx::mbarrier_init(ptx::smem_address(&shared.full[s]), 1);
@@ -374,8 +374,10 @@ void launch_fp8_sm90(const Fp8Params& p) {
     const auto num_rows = static_cast<uint64_t>(p.num_rows), num_columns = static_cast<uint64_t>(p.num_columns);
     Maps maps;
     maps.rows = make_tensor_map({"linear.fp8: codes", TmaType::kUint8, p.codes, 2, {groups * k, num_rows}, {groups * k}, {kBlockK, kRows}});
-    maps.columns = make_tensor_map({"linear.fp8: weight", TmaType::kUint8, p.weight, 2, {k, num_columns}, {k},
-                                    {kBlockK, kShare}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B});
+    for (uint32_t halves = 1; halves <= kHalves; ++halves)
+        maps.columns[halves - 1] = make_tensor_map({"linear.fp8: weight", TmaType::kUint8, p.weight, 2, {k, num_columns}, {k},
+                                                    {kBlockK, halves * kHalf / kCluster}, CU_TENSOR_MAP_SWIZZLE_128B,
+                                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B});
     maps.out = make_tensor_map({"linear.fp8: out", TmaType::kBf16, p.out, 2, {num_columns, num_rows}, {2 * num_columns}, {kBox, kWarpRows}});
     const auto clusters = static_cast<unsigned>(min_of(kHalves * tiles_of(p), num_sms / kCluster));
     launch(op, fp8_sm90_kernel, {dim3(clusters * kCluster), dim3(kThreads), sizeof(SharedStorage), p.stream, kCluster}, p, maps);
