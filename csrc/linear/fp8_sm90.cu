@@ -15,8 +15,9 @@
 //
 // What limits it, measured on an H200: a stage takes 1.06 of its tensor cycles, and the clock is what the power limit leaves (1.5 GHz).
 // Storing a tile takes the time of about two stages more, latencies of shared memory and TMA mostly, whatever K is; and the last
-// tiles may not fill the GPU. Narrower tiles are slower: 192 columns (of one chain or two) take 1.31 of their tensor cycles a stage,
-// 224 columns 1.1. No difference: multicast or not; prefetching into L2 makes it slower.
+// round of tiles may not fill the GPU. If it leaves half of the clusters without a tile, its tiles are cut in two (128 columns each).
+// Otherwise narrower tiles are slower: 192 columns (of one chain or two) take 1.31 of their tensor cycles a stage, 224 columns 1.1.
+// No difference: multicast or not; prefetching into L2 makes it slower.
 //
 // Epilogue, per warp and half: sums -> bf16 -> weight scales -> stmatrix -> two boxes of 16 rows x 64 columns -> TMA store,
 // which leaves out what lies outside the result.
@@ -75,7 +76,7 @@ static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory");
 
 struct Maps {
     CUtensorMap rows;     // boxes of 128 rows x 128 bytes
-    CUtensorMap columns;  // boxes of half a tile's weight rows x 128 bytes
+    CUtensorMap columns[kHalves];  // [halves of a tile - 1]: boxes of half of those weight rows x 128 bytes
     CUtensorMap out;      // boxes of 16 rows x 64 columns
 };
 
@@ -83,39 +84,51 @@ __host__ __device__ __forceinline__ int tiles_of(const Fp8Params& p) {  // of cl
     return ceil_div(p.num_rows, kCluster * kRows) * ceil_div(p.num_columns / p.groups, kColumns) * p.groups;
 }
 
-// This block's tile of a round: columns first_column .. of `group`, up to last_column
+__device__ __forceinline__ int num_clusters() { return static_cast<int>(gridDim.x) / kCluster; }
+
+// How many tiles are worked on whole: if the last round's leave half of the clusters without one, they are cut in two.
+__device__ __forceinline__ int whole_tiles(const Fp8Params& p) {
+    const int tiles = tiles_of(p), last = tiles % num_clusters();
+    return kHalves * last <= num_clusters() ? tiles - last : tiles;
+}
+
+// This block's tile of a round: `halves` times 128 columns from first_column of `group`, up to last_column
 struct Tile {
-    int first_row, first_column, last_column, group;
+    int first_row, first_column, last_column, group, halves;
     bool exists;
 };
 
 __device__ __forceinline__ Tile find_tile(const Fp8Params& p, int round) {
     const int row_tiles = ceil_div(p.num_rows, kCluster * kRows), group_columns = p.num_columns / p.groups;
     const int column_tiles = ceil_div(group_columns, kColumns);  // of a group
-    const int tile = static_cast<int>(blockIdx.x / kCluster + round * (gridDim.x / kCluster));
+    const int dealt = static_cast<int>(blockIdx.x) / kCluster + round * num_clusters(), whole = whole_tiles(p);
+    const int cut = dealt < whole ? 0 : dealt - whole;  // number of this half
+    const int tile = dealt < whole ? dealt : whole + cut / kHalves;
     const int column_tile = tile / row_tiles, group = column_tile / column_tiles;
     return {((tile - column_tile * row_tiles) * kCluster + static_cast<int>(ptx::cluster_rank())) * kRows,
-            group * group_columns + (column_tile - group * column_tiles) * kColumns, (group + 1) * group_columns, group,
-            group < p.groups};
+            group * group_columns + (column_tile - group * column_tiles) * kColumns + cut % kHalves * kHalf,
+            (group + 1) * group_columns, group, dealt < whole ? kHalves : 1, group < p.groups};
 }
 
 // One thread fills the ring: this block's rows, and its half of the weights for both blocks.
 __device__ void produce(SharedStorage& shared, const Fp8Params& p, const Maps& maps) {
-    const int share = static_cast<int>(ptx::cluster_rank()) * (kColumns / kCluster), num_steps = ceil_div(p.k, kBlockK);
+    const int rank = static_cast<int>(ptx::cluster_rank()), num_steps = ceil_div(p.k, kBlockK);
     int stage = 0;
     uint32_t phase = 0;
     const auto wait_empty = [&] { ptx::mbarrier_wait(ptx::smem_address(&shared.empty[stage]), phase ^ 1); };
     for (int round = 0;; ++round) {
         const Tile tile = find_tile(p, round);
         if (!tile.exists) break;
+        const CUtensorMap* map = &maps.columns[tile.halves - 1];
+        const int columns = tile.halves * kHalf, share = rank * columns / kCluster;
         for (int step = 0; step < num_steps; ++step) {
             wait_empty();
             const uint32_t full = ptx::smem_address(&shared.full[stage]);
-            ptx::mbarrier_arrive_expect_tx(full, (kRows + kColumns) * kBlockK);
+            ptx::mbarrier_arrive_expect_tx(full, (kRows + columns) * kBlockK);
             ptx::tma_load_2d(ptx::smem_address(shared.rows[stage]), &maps.rows, full, tile.group * p.k + step * kBlockK,
                              tile.first_row);
-            ptx::tma_load_2d_multicast(ptx::smem_address(shared.columns[stage]) + share * kBlockK, &maps.columns, full,
-                                       step * kBlockK, tile.first_column + share, 0x3);
+            ptx::tma_load_2d_multicast(ptx::smem_address(shared.columns[stage]) + share * kBlockK, map, full, step * kBlockK,
+                                       tile.first_column + share, 0x3);
             if (++stage == kStages) stage = 0, phase ^= 1;
         }
     }
@@ -208,11 +221,11 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // The chain of `half` ends: add(part), and the next chain begins.
+    // The chain of `half` ends: add(part), and the next chain begins, of the next stage if this half is the stage's last.
     template <class Add>
-    __device__ __forceinline__ void turn(int half, float (&part)[kHalf / 2], const Add& add) {
+    __device__ __forceinline__ void turn(int half, bool last, float (&part)[kHalf / 2], const Add& add) {
         const uint32_t now = stage;
-        if (half == kHalves - 1) {
+        if (last) {
             const bool wrap = stage == kStages - 1;
             stage = wrap ? 0 : stage + 1;
             phase ^= wrap;
@@ -220,10 +233,10 @@ struct Consumer {
         }
         wgmma_wait<0>();
         fence_registers(part);
-        if (half == kHalves - 1 && releases) arrive_in_block(empty + now * 8);  // done with the stage, in both blocks
+        if (last && releases) arrive_in_block(empty + now * 8);  // done with the stage, in both blocks
         add();
         fence_registers(part);
-        multiply((half + 1) % kHalves, part);
+        multiply(last ? 0 : half + 1, part);
     }
 
     // This warp's rows of a half: sums -> result
@@ -263,18 +276,17 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void run(const Fp8Params& p) {
-        const int num_tiles = tiles_of(p), clusters = static_cast<int>(gridDim.x) / kCluster;
-        const int num_steps = ceil_div(p.k, kBlockK);
-        int tile = static_cast<int>(blockIdx.x) / kCluster;
-        if (tile >= num_tiles) return;
+        const int cluster = static_cast<int>(blockIdx.x) / kCluster, num_steps = ceil_div(p.k, kBlockK);
+        const int whole = whole_tiles(p), num_cut = kHalves * (tiles_of(p) - whole);
+        if (cluster >= whole + num_cut) return;
         float sums[kHalves][kHalf / 2], part[kHalf / 2], scale[2];
         const auto read_scales = [&](int round) {
             const int slot = round % kInfos;
             ptx::mbarrier_wait(ptx::smem_address(&shared.info_full[slot]), round / kInfos % 2);
             for (int i = 0; i < 2; ++i) scale[i] = shared.info[slot].rows[warp * kWarpRows + lane_number() / 4 + 8 * i];
         };
-        const auto turns = [&](int half) {
-            turn(half, part, [&] {
+        const auto turns = [&](int half, bool last) {
+            turn(half, last, part, [&] {
 #pragma unroll
                 for (int i = 0; i < kHalf / 2; ++i) sums[half][i] = fmaf(part[i], scale[i / 2 % 2], sums[half][i]);
             });
@@ -288,24 +300,29 @@ struct Consumer {
         read_scales(0);
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) clear(half);
-        int step = 0;
-        for (int round = 0;; ++round) {
+        int round = 0, step = 0;
+        for (int tile = cluster; tile < whole; ++round) {
 #pragma unroll 1
             for (; step < num_steps; ++step)
 #pragma unroll
-                for (int half = 0; half < kHalves; ++half) turns(half);
-            tile += clusters;
-            const bool more = tile < num_tiles;
+                for (int half = 0; half < kHalves; ++half) turns(half, half == kHalves - 1);
+            tile += num_clusters();
+            const bool more = tile < whole;
             if (more) read_scales(round + 1);
 #pragma unroll
             for (int half = 0; half < kHalves; ++half) {
                 store(half, shared.info[round % kInfos], sums[half]);
                 clear(half);
-                if (more) turns(half);
+                if (more) turns(half, half == kHalves - 1);
             }
             if (lane_number() == 0) ptx::mbarrier_arrive(ptx::smem_address(&shared.info_empty[round % kInfos]));
-            if (!more) break;
             step = 1;
+        }
+        if (cluster < num_cut) {  // the last tile is half of one
+            read_scales(round);
+#pragma unroll 1
+            for (step = 0; step < num_steps; ++step) turns(0, true);
+            store(0, shared.info[round % kInfos], sums[0]);
         }
         wgmma_wait<0>();
         fence_registers(part);
@@ -318,7 +335,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem());
     if (threadIdx.x == 0) {
         ptx::prefetch_tensor_map(&maps.rows);
-        ptx::prefetch_tensor_map(&maps.columns);
+        for (const CUtensorMap& map : maps.columns) ptx::prefetch_tensor_map(&map);
         ptx::prefetch_tensor_map(&maps.out);
         for (int s = 0; s < kStages; ++s) {
             ptx::mbarrier_init(ptx::smem_address(&shared.full[s]), 1);
@@ -357,10 +374,12 @@ void launch_fp8_sm90(const Fp8Params& p) {
     const auto num_rows = static_cast<uint64_t>(p.num_rows), num_columns = static_cast<uint64_t>(p.num_columns);
     Maps maps;
     maps.rows = make_tensor_map({"linear.fp8: codes", TmaType::kUint8, p.codes, 2, {groups * k, num_rows}, {groups * k}, {kBlockK, kRows}});
-    maps.columns = make_tensor_map({"linear.fp8: weight", TmaType::kUint8, p.weight, 2, {k, num_columns}, {k},
-                                    {kBlockK, kColumns / kCluster}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B});
+    for (uint32_t halves = 1; halves <= kHalves; ++halves)
+        maps.columns[halves - 1] = make_tensor_map({"linear.fp8: weight", TmaType::kUint8, p.weight, 2, {k, num_columns}, {k},
+                                                    {kBlockK, halves * kHalf / kCluster}, CU_TENSOR_MAP_SWIZZLE_128B,
+                                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B});
     maps.out = make_tensor_map({"linear.fp8: out", TmaType::kBf16, p.out, 2, {num_columns, num_rows}, {2 * num_columns}, {kBox, kWarpRows}});
-    const auto clusters = static_cast<unsigned>(min_of(tiles_of(p), num_sms / kCluster));
+    const auto clusters = static_cast<unsigned>(min_of(kHalves * tiles_of(p), num_sms / kCluster));
     launch(op, fp8_sm90_kernel, {dim3(clusters * kCluster), dim3(kThreads), sizeof(SharedStorage), p.stream, kCluster}, p, maps);
 }
 

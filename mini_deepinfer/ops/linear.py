@@ -29,7 +29,7 @@ from mini_deepinfer.ops.reference.linear import dequant_block32
 logger = logging.getLogger(__name__)
 
 INVARIANT_ROWS = 256  # rows of every library call in batch-invariant mode
-LIBRARY_ROWS = 1024  # up to so many the library's FP8 product of one group is on the whole the faster one (our tiles have 256 rows)
+LIBRARY_ROWS = 384  # up to so many the library's FP8 product of one group is on the whole the faster one (our tiles have 256 rows)
 FOLD_ERROR = 2.0**-12  # accepted relative error of a folded weight row; rounding an output to bfloat16 makes 2^-9.2
 _SMALLEST_AMAX = 2.0**-100  # a row of zeros still gets a finite scale
 _FOLD_ROWS = 2048  # rows folded at a time: bounds the float32 scratch

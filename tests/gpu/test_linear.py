@@ -55,6 +55,7 @@ def exact(codes: Tensor, row_scale: Tensor, weight: Tensor, weight_scale: Tensor
 SHAPES = [
     (1, 1, 128, 8), (7, 1, 48, 16), (63, 1, 336, 328), (129, 1, 1280, 512), (300, 1, 640, 1792), (512, 1, 5120, 480),
     (33, 8, 512, 512), (129, 2, 4096, 640), (5, 1, 8192, 640), (70, 3, 272, 576), (257, 1, 144, 4640), (4097, 1, 96, 224),
+    (1024, 1, 400, 4608),  # on 66 clusters: 66 tiles, and 6 cut in two
 ]  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def test_small_integers_are_exact(cuda: torch.device, impl: str) -> None:
 
 @pytest.mark.parametrize(("groups", "columns"), [(1, 1792), (8, 1024)])
 def test_a_row_does_not_depend_on_the_others(cuda: torch.device, sm90: str, groups: int, columns: int) -> None:
-    """Nor on its place, on T, or on the width of tiles that T leads to."""
+    """Nor on its place, on T, or on whether its tile is cut in two."""
     codes, row_scale, weight, weight_scale = operands(4097, groups, 400, columns, cuda)
     whole = fp8(codes, row_scale, weight, weight_scale, impl=sm90)
     for rows in (slice(0, 1), slice(4096, 4097), slice(255, 262), slice(300, 363), slice(100, 229), slice(0, 1100), slice(0, 4096)):
