@@ -667,13 +667,14 @@ struct Consumer {
         }
     }
 
-    // Where a consumer's sum of a row goes to the other one: into the P that it reads, whose row its own warp rewrites next.
-    MDI_DEVICE float* sum_slot(int writes_p, int head) const {
-        return reinterpret_cast<float*>(shared.p[writes_p] + head * 128 + (head & 7) * 16);
+    // Where a consumer's sum of a row goes to the other one: into the P that it reads, whose row its own warp rewrites next. Items take
+    // turns in two places: in an item of one step nothing else keeps a consumer from writing before the other has read the last one.
+    MDI_DEVICE float* sum_slot(int writes_p, int head, uint32_t parity) const {
+        return reinterpret_cast<float*>(shared.p[writes_p] + head * 128 + (head & 7) * 16 + parity * 8);
     }
 
     // Where a consumer's largest |o| of eight heads goes, behind the sum of the first
-    MDI_DEVICE uint32_t* max_slot(int writes_p, int head) const { return reinterpret_cast<uint32_t*>(sum_slot(writes_p, head)) + 1; }
+    MDI_DEVICE uint32_t* max_slot(int writes_p, int head) const { return reinterpret_cast<uint32_t*>(sum_slot(writes_p, head, 0)) + 1; }
 
     // o / (l + exp(sink - m)), rounded, through this consumer's half of the last K tile to chunks of eight columns (OutputPlace),
     // which leave in the wanted form. The tile is free for that: only the consumer's own values are read there, all its warps are
@@ -693,7 +694,7 @@ struct Consumer {
             }
             sum[f] += __shfl_xor_sync(~0u, sum[f], 1);
             sum[f] += __shfl_xor_sync(~0u, sum[f], 2);
-            if (lane % 4 == 0) *sum_slot(other, head) = sum[f];
+            if (lane % 4 == 0) *sum_slot(other, head, parity) = sum[f];
         }
         ptx::named_barrier_sync(kConsumerBarrier, kConsumers * kGroupThreads);  // sums are there
         const OutputPlace place(thread);
@@ -704,7 +705,7 @@ struct Consumer {
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
             const int head = row + 8 * f;
-            const float others = *sum_slot(group, head);
+            const float others = *sum_slot(group, head, parity);
             const float valid_sum = group == 0 ? sum[f] + others : others + sum[f];
             factor[f] = output_factor(valid_sum, sink[f], m[f]);
         }
