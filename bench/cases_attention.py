@@ -35,7 +35,7 @@ def pools(window_rows: int, device: torch.device) -> dict[str, torch.Tensor]:
     return {"window": packed(window_rows, reference.pack_window), "compressed": packed(CONTEXT_TOKENS, reference.pack_compressed)}
 
 
-def sparse_inputs(tokens: int, picks: int, kind: str) -> Make:
+def sparse_inputs(tokens: int, picks: int, kind: str, expanded: bool) -> Make:
     """kind "model": sliding windows, picks shared by 8 neighbours with probability 3/4; "random": nothing shared."""
 
     def make(device: torch.device) -> dict[str, Any]:
@@ -58,6 +58,8 @@ def sparse_inputs(tokens: int, picks: int, kind: str) -> Make:
             inputs["compressed_len"] = torch.full((tokens,), picks, dtype=torch.int32, device=device)
         else:
             inputs["compressed"] = None
+        for name in ("window", "compressed") if expanded else ():
+            inputs[name] = None if inputs[name] is None else attention.expand_rows(inputs[name], DIM)
         inputs["out"] = torch.empty_like(inputs["q"])
         return inputs
 
@@ -86,41 +88,39 @@ def check_sparse(inputs: dict[str, Any], out: torch.Tensor) -> float:
     return error
 
 
-def sparse_case(tokens: int, picks: int, kind: str) -> Case:
-    """Floor: 4 T H (W + K) D operations; q and out once, and every packed row that is used at least once."""
+def sparse_case(tokens: int, picks: int, kind: str, expanded: bool = False) -> Case:
+    """Floor: 4 T H (W + K) D operations; q and out once, and every row that is used at least once.
+
+    expanded: over rows that `expand_rows` made, which a step does once for the layers of a KV owner.
+    """
     lanes = WINDOW + picks
+    window_bytes, compressed_bytes = (2 * DIM, 2 * DIM) if expanded else (WINDOW_BYTES, COMPRESSED_BYTES)
     used = min(CONTEXT_TOKENS if kind == "random" else PICK_POOL, tokens * picks)
-    rows = (min(tokens + WINDOW, tokens * WINDOW) if kind == "model" else min(CONTEXT_TOKENS, tokens * WINDOW)) * WINDOW_BYTES
+    rows = (min(tokens + WINDOW, tokens * WINDOW) if kind == "model" else min(CONTEXT_TOKENS, tokens * WINDOW)) * window_bytes
     return Case(
         op="attention.sparse",
-        name=f"T={tokens} H={HEADS} K={lanes} {kind}",
-        params={"T": tokens, "H": HEADS, "D": DIM, "W": WINDOW, "K": picks, "indices": kind, "dtype": "bf16"},
-        make=sparse_inputs(tokens, picks, kind),
+        name=f"T={tokens} H={HEADS} K={lanes} {kind}{' expanded' if expanded else ''}",
+        params={"T": tokens, "H": HEADS, "D": DIM, "W": WINDOW, "K": picks, "indices": kind, "dtype": "bf16"}
+        | ({"rows": "expanded"} if expanded else {}),
+        make=sparse_inputs(tokens, picks, kind, expanded),
         run=run_sparse,
         check=check_sparse,
         flops=4.0 * tokens * HEADS * lanes * DIM,
-        bytes=4.0 * tokens * HEADS * DIM + rows + used * COMPRESSED_BYTES + 4.0 * tokens * lanes,
-        impls=IMPLEMENTATIONS["attention.sparse"],
+        bytes=4.0 * tokens * HEADS * DIM + rows + used * compressed_bytes + 4.0 * tokens * lanes,
+        impls=("sm90",) if expanded else IMPLEMENTATIONS["attention.sparse"],
     )
 
 
 def sparse_rope_case(tokens: int, picks: int, quantises: bool, kind: str = "model", expanded: bool = False) -> Case:
-    """Sparse attention as the model calls it: rotated queries, output without its rotation, quantised for an FP8 `wo_a` or not.
-
-    expanded: over rows that `expand_rows` made, which a step does once for the layers of a KV owner.
-    """
-    plain, groups, rope_dim = sparse_case(tokens, picks, kind), RELEASED.o_groups, RELEASED.qk_rope_head_dim
+    """Sparse attention as the model calls it: rotated queries, output without its rotation, quantised for an FP8 `wo_a` or not."""
+    plain, groups, rope_dim = sparse_case(tokens, picks, kind, expanded), RELEASED.o_groups, RELEASED.qk_rope_head_dim
     op = "sparse_rope_quant" if quantises else "sparse_rope"
-    impls = ("sm90",) if expanded else plain.impls
 
     def make(device: torch.device) -> dict[str, Any]:
         inputs = plain.make(device)
         angle = 6.28 * torch.rand(tokens, rope_dim // 2, generator=torch.Generator(device).manual_seed(7), device=device)
         inputs["positions"] = torch.arange(tokens, dtype=torch.int32, device=device)
         inputs["table"] = torch.stack((angle.cos(), angle.sin()), -1)
-        if expanded:
-            for name in ("window", "compressed"):
-                inputs[name] = None if inputs[name] is None else attention.expand_rows(inputs[name], DIM)
         return inputs
 
     def run(inputs: dict[str, Any], impl: str) -> tuple[torch.Tensor, ...]:
@@ -133,7 +133,7 @@ def sparse_rope_case(tokens: int, picks: int, quantises: bool, kind: str = "mode
         """Every implementation bit for bit against the separate ops. Runs them anew: the timed ones may have rotated their q in place."""
         rotation = {name: inputs[name] for name in ("positions", "table")}
         wrong = 0
-        for impl in impls:
+        for impl in plain.impls:
             if why_not("attention.sparse", impl, out[0].device):
                 continue
             got = run({**inputs, "q": inputs["q"].clone(), "out": torch.empty_like(inputs["q"])}, impl)
@@ -147,9 +147,8 @@ def sparse_rope_case(tokens: int, picks: int, quantises: bool, kind: str = "mode
             raise ValueError(f"{wrong} bytes differ")
         return 0.0
 
-    form: dict[str, Any] = {"name": f"{plain.name} expanded", "params": plain.params | {"rows": "expanded"}} if expanded else {}
     return replace(
-        plain, op=f"attention.{op}", make=make, run=run, check=check, impls=impls, **form,
+        plain, op=f"attention.{op}", make=make, run=run, check=check,
         bytes=plain.bytes - (1.0 if quantises else 0.0) * tokens * HEADS * DIM + tokens * rope_dim * 4.0,
     )  # fmt: skip
 

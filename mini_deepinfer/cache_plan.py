@@ -54,8 +54,9 @@ def workspace_bytes(config: ModelConfig, max_num_batched_tokens: int, max_model_
     attention = 4 * config.num_attention_heads * config.head_dim * 2
     routed = config.num_experts_per_tok * (6 * config.moe_intermediate_size + 3 * config.hidden_size) * 2
     exchange = world * config.hidden_size * 6
-    scores = 2 * max_model_len * 2 if any(config.compress_ratios) else 0
-    expanded = (config.index_topk // EXPAND_READS + 2) * config.head_dim * 2 if any(config.compress_ratios) else 0
+    compresses = any(config.compress_ratios)
+    scores = 2 * max_model_len * 2 if compresses else 0
+    expanded = (2 + (config.index_topk // EXPAND_READS if compresses else 0)) * config.head_dim * 2
     per_token = streams + attention + routed + exchange + scores + expanded
     return max_num_batched_tokens * per_token + config.vocab_size * 4 * 64
 

@@ -227,7 +227,7 @@ class Loopback(ExpertParallel):
 
     The other ranks are stand-ins with this rank's own rows; their expert ids go through one fixed permutation of the
     experts per stand-in, so that the local experts see ``world`` different token sets. Results describe work, not text:
-    the part that other ranks' experts would add is missing.
+    the part that other ranks' experts would add is missing. device: that of the tokens.
     """
 
     def __init__(self, world: int, num_experts: int, device: torch.device | str = "cpu") -> None:
@@ -367,11 +367,11 @@ class ProcessGroup(ExpertParallel):
             with stage(name), beside(name):
                 call()
             return lambda: None
-        done = self._stream.run(name, call)
+        step_waits = self._stream.run(name, call)
 
         def wait() -> None:
             with stage(name):
-                done()
+                step_waits()
 
         return wait
 

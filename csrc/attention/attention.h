@@ -84,9 +84,9 @@ struct SparseParams {
     const __nv_bfloat16* q;         // [T, H, 512]
     int64_t q_stride_token;         // in elements, a multiple of 8
     bool expanded;                  // both pools hold expanded rows; launch_sparse_sm90 only
-    const uint8_t* window;          // [num_window_rows, 528]
+    const uint8_t* window;          // [num_window_rows, 528], or expanded rows
     const int32_t* window_idx;      // [T, W], pool row, -1 = none
-    const uint8_t* compressed;      // [num_compressed_rows, 288] or nullptr
+    const uint8_t* compressed;      // [num_compressed_rows, 288], or expanded rows, or nullptr
     const int32_t* compressed_idx;  // [T, K] or nullptr
     const int32_t* compressed_len;  // [T] or nullptr (= K): lanes at or past it are ignored whatever they hold
     const float* sink;              // [H], a scaled logit, only in the denominator

@@ -111,7 +111,7 @@ inline void compress(const Tensor& kv, const OptionalTensor& score, const Option
     if (score) check_float_rows("score", *score, num_tokens);
     if (!score && ratio != 1) fail(op, "score", "must be given when r > 1, got none with r=", ratio);
     if (tail_kv) check_float_rows("tail_kv", *tail_kv, tail_kv->size(0));
-    if (tail_score) check_float_rows("tail_score", *tail_score, tail_score->size(0));
+    if (tail_score) check_float_rows("tail_score", *tail_score, tail_kv ? tail_kv->size(0) : tail_score->size(0));
     if (score && tail_kv.has_value() != tail_score.has_value())
         fail(op, "tail_score", "must be given together with tail_kv");
     MDI_CHECK_DEVICE(op, group_rows, scope.device);
@@ -146,7 +146,7 @@ inline void expand_rows(const Tensor& packed, const OptionalTensor& pages, int64
     MDI_CHECK_DTYPE(op, out, ScalarType::BFloat16);
     MDI_CHECK(op, out, out.dim() == 2, "must have two dimensions, got ", list_string(out.sizes()));
     const int64_t num_rows = out.size(0);
-    MDI_CHECK_SHAPE(op, out, {"rows", num_rows}, {"D", kHeadDim});
+    MDI_CHECK_SHAPE(op, out, {"R", pages ? num_rows : packed.size(0)}, {"D", kHeadDim});
     MDI_CHECK_CONTIGUOUS(op, out);
     MDI_CHECK_ALIGN(op, out, 16);
     MDI_CHECK_INT32(op, num_rows);
@@ -159,8 +159,8 @@ inline void expand_rows(const Tensor& packed, const OptionalTensor& pages, int64
         check_contiguous(op, "pages", *pages);
     }
     launch_expand_rows({static_cast<int>(num_rows), static_cast<int>(packed.size(0)), row_bytes == kWindowRowBytes,
-                             data<const uint8_t>(packed), data<const int32_t>(pages), static_cast<int>(page_rows),
-                             data<uint8_t>(out), scope.stream});
+                        data<const uint8_t>(packed), data<const int32_t>(pages), static_cast<int>(page_rows), data<uint8_t>(out),
+                        scope.stream});
 }
 
 // kTakesExpanded: both pools may hold expanded rows

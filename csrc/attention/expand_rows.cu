@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kThreads) expand_rows_kernel(const ExpandRowsP
 }  // namespace
 
 void launch_expand_rows(const ExpandRowsParams& params) {
-    constexpr int kBlockRows = kThreads / 32 * kWarpRows;
-    const dim3 blocks((static_cast<int64_t>(params.num_rows) + kBlockRows - 1) / kBlockRows);
+    if (params.num_rows == 0) return;
+    const dim3 blocks(static_cast<unsigned>(ceil_div<int64_t>(params.num_rows, kThreads / 32 * kWarpRows)));
     const auto kernel = params.window ? expand_rows_kernel<true> : expand_rows_kernel<false>;
     launch("attention.expand_rows", kernel, {blocks, dim3(kThreads), 0, params.stream}, params);
 }

@@ -13,7 +13,7 @@
 // Every part does the arithmetic of its own op in the same order: R', x and the coefficients have the bits of hc_expand,
 // hc_collapse and hc_mix. out may be streams: a block reads its columns of a token before it writes them, and nobody else
 // touches them. Shared memory at n = 4: 223 KiB, 125 KiB of tiles in flight. Limits: those of hc_mix. T-independent and
-// deterministic as hc_mix.
+// deterministic as hc_mix. On Hopper hc_expand_mix_sm90.cu is the pass before a norm.
 // SASS: HMMA
 #include "elementwise/hc_mix.cuh"
 #include "elementwise/row_pass.cuh"
@@ -57,7 +57,7 @@ hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient
         const int before = min_of(coefficient_blocks, (block + mask) >> stride_log2);  // coefficient blocks before this one
         const int index = block - before, turn = groups.quotient(index), group = index - turn * groups.value;
         return row_pass<kFinishChunks, kParts, false, kThreads>(row, (group + 1) * group_blocks - 1 - turn, sum_scratch,
-                                                      max_scratch);
+                                                                max_scratch);
     }
     const int warps = static_cast<int>(blockDim.x * blockDim.y) / 32;
     const int warp = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x) / 32;

@@ -1,5 +1,6 @@
-// What hc_mix.cu and hc_expand_mix.cu share: the pass over the streams that makes the partial sums of the projection, and the
-// coefficients made of them. See hc_mix.cu for the scheme. Both kernels are one template, so their sums have one order.
+// What hc_mix.cu, hc_expand_mix.cu and hc_expand_mix_sm90.cu share: the pass over the streams that makes the partial sums of the
+// projection (the last one moves its tiles otherwise), and the coefficients made of them. See hc_mix.cu for the scheme. All do the
+// arithmetic of a tile with one template, so their sums have one order.
 #pragma once
 #include "common/launch.h"
 #include "common/number_formats.cuh"

@@ -31,8 +31,9 @@
 //
 // Lane t of a quad owns scale group t of the 128 columns, 16 bytes per weight row: word j of them is its part of the
 // j-th wgmma. Expansion is a byte look-up (prmt) in the eight magnitudes of the group's scale, then the signs.
-// Epilogue in pieces of 48 rows: sums -> bf16 -> scales -> stmatrix transposed to [row][column] in one of two buffers, and
-// from there the copying warp makes 16-byte stores of the rows that exist.
+// Epilogue in pieces of 32 rows: sums -> bf16 -> scales -> stmatrix transposed to [row][column] in one of three buffers, and
+// from there the copying warp makes 16-byte stores of the rows that exist. Tiles of more than 96 rows wait for it, so it is
+// written for 40 registers: four loads at a time before their stores.
 //
 // Tiles are dealt by descending width, back and forth (scheduler.cuh): all clusters get about the same work.
 //
@@ -44,7 +45,7 @@
 // compute-sanitizer's racecheck does not follow __syncwarp to the arrival of another lane and reports the reads of the
 // shifts (write after read, by the producer's next copy). With every lane arriving in its own block, which is 0.6 % slower,
 // it reports nothing.
-// Shared memory 222 KiB: ring 5 x 37, output 2 x 2 x 6, tiles 10, infos 3. Registers 232 x 256 + 40 x 128.
+// Shared memory 223 KiB: ring 5 x 37, output 2 x 3 x 4, tiles 10, infos 3. Registers 232 x 256 + 40 x 128.
 // SASS: QGMMA
 // Limits: E <= 1024, K and O multiples of 32. Rows at or past offsets[E] are never written.
 #include "common/launch.h"
@@ -61,8 +62,8 @@ namespace {
 constexpr int kCluster = 2;
 constexpr int kColumns = 128;                       // output columns of a block
 constexpr int kMaxRows = 224;                       // rows of a tile
-constexpr int kPieceRows = 48;                      // of a tile, on their way out at a time
-constexpr int kPieces = 2;                          // buffers of a warpgroup
+constexpr int kPieceRows = 32;                      // of a tile, on their way out at a time
+constexpr int kPieces = 3;                          // buffers of a warpgroup
 constexpr int kBlockK = 128;
 constexpr int kStages = 5;
 constexpr int kConsumers = 2;                       // warpgroups
@@ -259,35 +260,37 @@ __device__ __forceinline__ uint4 load_shared_vector(uint32_t address) {
 // One warp for each warpgroup: finished rows, shared memory -> global.
 __device__ void copy_out(SharedStorage& shared, const GroupedGemmSm90Params& p, int group) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    const uint32_t first_piece = ptx::smem_address(&shared.pieces[group][0]);
+    const uint32_t place = lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;  // of this lane's 16 bytes in rows 0..3; in rows 4..7: ^ 64
     int count = 0;  // of pieces
     bool more = dealt(0) < shared.num_tiles;
     for (int round = 0; more; ++round) {
         TileInfo& info = shared.info[round % kInfos];
         ptx::mbarrier_wait(ptx::smem_address(&info.ready), round / kInfos & 1);
-        const Work work = info.work;
+        const int column = info.work.first_column + group * 64 + lane % 8 * 8;
+        const int64_t row = info.work.first_row + lane / 8;
+        int rows = column < p.num_out ? info.work.num_rows - lane / 8 : 0;  // left of the tile, from this lane's next one
+        int width = info.work.width;
         more = info.has_next;
         ptx::mbarrier_arrive(ptx::smem_address(&info.free));
-        const int column = work.first_column + group * 64 + lane % 8 * 8;
-        const int rows = column < p.num_out ? work.num_rows - lane / 8 : 0;  // from this lane's first one
-        uint8_t* out = reinterpret_cast<uint8_t*>(p.out + (work.first_row + lane / 8) * p.num_out + column);
+        uint8_t* out = reinterpret_cast<uint8_t*>(p.out + row * p.num_out + column);
         const uint32_t stride = 8 * static_cast<uint32_t>(p.num_out);  // bytes from row to row of this lane
-        for (int first = 0; first < work.width; first += kPieceRows, ++count) {
-            Piece& piece = shared.pieces[group][count % kPieces];
-            const uint32_t from = ptx::smem_address(piece.rows) + lane / 8 * 128;
-            ptx::mbarrier_wait(ptx::smem_address(&piece.full), count / kPieces & 1);
+        for (; width > 0; width -= kPieceRows, ++count) {
+            const uint32_t piece = first_piece + count % kPieces * static_cast<uint32_t>(sizeof(Piece));
+            ptx::mbarrier_wait(piece + static_cast<uint32_t>(offsetof(Piece, full)), count / kPieces & 1);
 #pragma unroll 1
-            for (int i = 0; i < kPieceRows / 4; i += 4) {
+            for (int i = 0; i < kPieceRows / 4; i += 4, rows -= 4 * 4) {
+                const uint32_t from = piece + place + i * 4 * 128;
                 uint4 values[4];
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    values[j] = load_shared_vector(from + (i + j) * 4 * 128 + (lane % 8 ^ (lane / 8 + 4 * (j % 2))) * 16);
+                for (int j = 0; j < 4; ++j) values[j] = load_shared_vector((from ^ 64 * (j % 2)) + j * 4 * 128);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    if (first + 4 * (i + j) < rows) store_global(out, values[j]);
+                    if (4 * j < rows) store_global(out, values[j]);
                     out += stride;
                 }
             }
-            ptx::mbarrier_arrive(ptx::smem_address(&piece.empty));
+            ptx::mbarrier_arrive(piece + static_cast<uint32_t>(offsetof(Piece, empty)));
         }
     }
 }

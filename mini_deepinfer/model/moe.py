@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from mini_deepinfer.config import LayerPlan, ModelConfig, NumericProfile
 from mini_deepinfer.model.step import Step
 from mini_deepinfer.ops import moe
 from mini_deepinfer.ops.linear import Activation, Fp8Weight, fp8_linear
-from mini_deepinfer.ops.packed_weight import PackedWeight, pack_weight
+from mini_deepinfer.ops.packed_weight import BINADES, PackedWeight, pack_weight
 from mini_deepinfer.parallel import ExpertParallel
 from mini_deepinfer.stages import stage
 from mini_deepinfer.tensor_table import expert_range
 from mini_deepinfer.weights import Weights
+
+logger = logging.getLogger(__name__)
 
 
 class Gate:
@@ -56,6 +60,7 @@ class MoE:
             return weight, scale
         packed = pack_weight(weight, scale, in_place=True)
         if packed is None:
+            logger.warning("%s: scales spread over more than %d binades in a row; kept as stored for the portable product", name, BINADES)
             return weight, scale
         del tensors[name], tensors[f"{name}_scale"]
         return packed, None

@@ -68,7 +68,7 @@ class Step:
             return
         if self._scratch is None:
             largest = batch.page_table.numel() * (geometry.page_size // geometry.ratios[0])
-            self._scratch = torch.empty(min(largest, most_rows), config.head_dim, dtype=torch.bfloat16, device=x.device)
+            self._scratch = x.new_empty(min(largest, most_rows), config.head_dim, dtype=torch.bfloat16)
         packed, pages = self.caches.compressed[plan.index], batch.page_table.flatten()
         self.expanded = attention.expand_rows(packed, config.head_dim, pages, page_rows, out=self._scratch[:num_rows])
 

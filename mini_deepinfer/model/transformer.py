@@ -110,7 +110,6 @@ class Block:
         self.attn_norm = weights.tensors[f"layers.{plan.index}.attn_norm.weight"]
         self.ffn_norm = weights.tensors[f"layers.{plan.index}.ffn_norm.weight"]
         self.attn = Attention(config, profile, plan, weights, tables.for_ratio(plan.ratio))
-        self.attn_reads_x = self.attn.reads_x
         self.ffn = MoE(config, profile, plan, weights, parallel)
 
     def __call__(self, residual: Residual, step: Step) -> None:
@@ -122,7 +121,7 @@ class Block:
                 residual.replace(self.engram(residual.streams(), step.engram_rows[self.index]))
             step.record("engram_out", self.index, residual.streams())
         with stage("hc"):
-            keep_x = self.attn_reads_x or step.trace is not None
+            keep_x = self.attn.reads_x or step.trace is not None
             act = residual.enter(self.hc_attn, self.attn_norm, self.profile, folded=True, keep_x=keep_x)
         self._leave("attn", act, self.attn(act, step), residual, step)
         with stage("hc"):

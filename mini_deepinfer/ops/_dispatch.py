@@ -18,6 +18,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,23 +104,23 @@ class _Environment:
     chosen: dict[tuple, str] = field(default_factory=dict)
 
 
-_fixed: _Environment | None = None
+_fixed: ContextVar[_Environment | None] = ContextVar("fixed_environment", default=None)  # every thread has its own
 
 
 @contextmanager
 def fixed_environment(*, only_kernels: bool = False) -> Iterator[None]:
-    """Within, the environment counts as it was at the start: the ops of a step would ask for it some two thousand times.
+    """Within, for this thread, the environment counts as it was at the start: the ops of a step would ask some two thousand times.
 
     only_kernels: the caller's operands take no reference unless the environment asks for it. See `kernels_check`.
     """
-    global _fixed
-    before, _fixed = _fixed, _Environment()
-    asked = bool(_fixed.log_ops or _fixed.sync or "reference" in _fixed.choices.values())
-    _fixed.only_kernels = only_kernels and not asked
+    environment = _Environment()
+    asked = environment.log_ops or environment.sync or "reference" in environment.choices.values()
+    environment.only_kernels = only_kernels and not asked
+    token = _fixed.set(environment)
     try:
         yield
     finally:
-        _fixed = before
+        _fixed.reset(token)
 
 
 def kernels_check() -> bool:
@@ -127,7 +128,8 @@ def kernels_check() -> bool:
 
     They refuse what an op's own checks refuse, as RuntimeError. MDI_SYNC=1 and MDI_LOG_OPS=1 bring those back, to look for an error.
     """
-    return _fixed is not None and _fixed.only_kernels
+    environment = _fixed.get()
+    return environment is not None and environment.only_kernels
 
 
 def _check_choice(op: str, impl: str, source: str) -> None:
@@ -140,7 +142,8 @@ def _check_choice(op: str, impl: str, source: str) -> None:
 
 def _environment_choice(op: str) -> str | None:
     """The implementation that MDI_OPS names for op, if any. Raises ValueError naming what exists for any wrong entry."""
-    choices = read_env("MDI_OPS") if _fixed is None else _fixed.choices
+    environment = _fixed.get()
+    choices = read_env("MDI_OPS") if environment is None else environment.choices
     if "*" in choices:
         return choices["*"]
     for name, impl in choices.items():
@@ -281,12 +284,13 @@ def select(op: str, tensor: Tensor, *, impl: str | None = None, compute_dtype: t
     Raises ValueError for an unknown op or implementation (with the list), RuntimeError when it cannot run here.
     """
     dtype = compute_dtype or tensor.dtype
-    if _fixed is None:
+    environment = _fixed.get()
+    if environment is None:
         return _select(op, tensor.device, dtype, impl)
     key = (op, tensor.device, dtype, impl)
-    if key not in _fixed.chosen:
-        _fixed.chosen[key] = _select(*key)
-    return _fixed.chosen[key]
+    if key not in environment.chosen:
+        environment.chosen[key] = _select(*key)
+    return environment.chosen[key]
 
 
 def _select(op: str, device: torch.device, compute_dtype: torch.dtype, impl: str | None) -> str:
@@ -336,7 +340,7 @@ def _describe(value: Any) -> str:
 
 def call(op: str, impl: str, *args: Any) -> None:
     """Launch the compiled implementation `impl` of `op`; honours MDI_LOG_OPS and MDI_SYNC."""
-    environment = _fixed or _Environment()
+    environment = _fixed.get() or _Environment()
     if environment.log_ops:
         log.warning("%s (%s): %s", op, impl, ", ".join(_describe(arg) for arg in args))
     getattr(torch.ops.mini_deepinfer, library_name(op, impl)).default(*args)  # there are no overloads to choose from

@@ -137,7 +137,7 @@ def expand_rows(
             raise ValueError(f"{op}: page_rows must be at least 1, got {page_rows}")
         num_rows = pages.shape[0] * page_rows
     if out is None:
-        out = torch.empty(num_rows, dim, dtype=torch.bfloat16, device=packed.device)
+        out = packed.new_empty(num_rows, dim, dtype=torch.bfloat16)
     check_operand(op, "out", out, (torch.bfloat16,), {"R": num_rows, "D": dim}, packed)
     chosen = select(op, packed, impl=impl) if num_rows else None
     if chosen == "reference":

@@ -277,7 +277,7 @@ def logits(
         _log_portable(op, reason)
         call(op, "portable", *operands, out)
     else:
-        call(op, impl, *operands, torch.empty(size, dtype=torch.uint8, device=weights.device), out)
+        call(op, impl, *operands, weights.new_empty(size, dtype=torch.uint8), out)
     return out
 
 
@@ -369,7 +369,7 @@ def candidate_logits(
         _log_portable(op, reason)
         call(op, "portable", *operands, out)
     else:
-        call(op, impl, *operands, torch.empty(size, dtype=torch.uint8, device=weights.device), out)
+        call(op, impl, *operands, weights.new_empty(size, dtype=torch.uint8), out)
     return out
 
 

@@ -229,7 +229,7 @@ def fp8(
     if impl is None and chosen == "sm90" and not (takes and (wins or batch_invariant)):
         chosen = "library"
     if chosen == "sm90" or tokens == 0:
-        out = torch.empty(tokens, columns, dtype=torch.bfloat16, device=codes.device)
+        out = codes.new_empty(tokens, columns, dtype=torch.bfloat16)
         if tokens:
             call(op, chosen, codes, row_scale, weight, weight_scale, out)
         return out
@@ -270,7 +270,7 @@ def _by_rows(product: Callable[..., torch.Tensor], batch_invariant: bool, *opera
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, profile: NumericProfile) -> torch.Tensor:
     """x [T, g, K] times a weight [g, O, K] group by group: [T, g, O], rounded as `linear` does (model spec 4.7)."""
-    out = torch.empty(*x.shape[:2], weight.shape[1], dtype=x.dtype, device=x.device)
+    out = x.new_empty(*x.shape[:2], weight.shape[1])
     if x.device.type == "cuda" and x.dtype == weight.dtype and x.shape[0] and not profile.batch_invariant:
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
     else:
@@ -290,7 +290,7 @@ def linear(
     if x.device.type == "cpu" or x.dtype == torch.float32:
         return reference.linear.matmul(x, weight).to(out_dtype)
     if x.shape[0] == 0:
-        return torch.empty(0, weight.shape[0], dtype=out_dtype, device=x.device)
+        return x.new_empty(0, weight.shape[0], dtype=out_dtype)
     weight_t = weight.t()
     if out_dtype == x.dtype:
         return _by_rows(lambda rows: rows @ weight_t, profile.batch_invariant, x)

@@ -9,34 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mini_deepinfer.ops import _dispatch, elementwise
+from mini_deepinfer.ops import elementwise
 from mini_deepinfer.ops._dispatch import call, register_self_test, select
+from mini_deepinfer.ops._operands import COMPUTE_DTYPES, check_operand
 from mini_deepinfer.ops.packed_weight import BINADES, PackedWeight, pack_weight
 from mini_deepinfer.ops.reference import moe as reference
 from mini_deepinfer.ops.reference import number_formats
 
 _PERMUTE_BLOCK_SLOTS = 2048  # kPermuteBlockSlots of csrc/moe/moe.h: slots of one block, sizes the workspace
 _MAX_FOLD_HIDDEN = 8192  # F of swiglu_fold
-_COMPUTE = (torch.bfloat16, torch.float32)
-
-
-def _check(op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, **shape: int) -> None:
-    """Dtype, device and shape (letter=size, in order) of one operand, where check_operand looks at all."""
-    if _dispatch.kernels_check():
-        return
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{op}: {name} must be {wanted}, got {str(tensor.dtype).removeprefix('torch.')}")
-    if tuple(tensor.shape) != tuple(shape.values()):
-        wanted = ", ".join(f"{letter}={size}" for letter, size in shape.items())
-        raise ValueError(f"{op}: {name} must be [{wanted}], got {list(tensor.shape)}")
-    if tensor.device != device:
-        raise ValueError(f"{op}: {name} must be on {device} like the first operand, got {tensor.device}")
-
-
-def _check_dims(op: str, name: str, tensor: Tensor, dims: int, letters: str) -> None:
-    if tensor.dim() != dims:
-        raise ValueError(f"{op}: {name} must be [{letters}], got {list(tensor.shape)}")
 
 
 def route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scaling: float, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
@@ -58,12 +39,11 @@ def route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scaling: float, *, im
     Kernels: csrc/moe/route_sm90.cu (E <= 384, more go to the portable one), route.cu; same bits. Reference: ops.reference.moe.route.
     """
     op = "moe.route"
-    _check_dims(op, "x", x, 2, "T, N")
-    _check_dims(op, "weight", weight, 2, "E, N")
-    t, n, e = x.shape[0], x.shape[1], weight.shape[0]
-    _check(op, "x", x, _COMPUTE, x.device, T=t, N=n)
-    _check(op, "weight", weight, _COMPUTE, x.device, E=e, N=n)
-    _check(op, "bias", bias, (torch.float32,), x.device, E=e)
+    check_operand(op, "x", x, COMPUTE_DTYPES, {"T": None, "N": None})
+    t, n = x.shape
+    check_operand(op, "weight", weight, COMPUTE_DTYPES, {"E": None, "N": n}, x)
+    e = weight.shape[0]
+    check_operand(op, "bias", bias, (torch.float32,), {"E": e}, x)
     if not 1 <= k <= e:
         raise ValueError(f"{op}: k must be in 1..E={e}, got {k}")
     impl = select(op, x, impl=impl)
@@ -95,8 +75,7 @@ def permute(ids: Tensor, first_expert: int, num_local: int, *, impl: str | None 
     Kernel: csrc/moe/permute.cu. Reference: ops.reference.moe.permute.
     """
     op = "moe.permute"
-    _check_dims(op, "ids", ids, 2, "T, k")
-    _check(op, "ids", ids, (torch.int32,), ids.device, T=ids.shape[0], k=ids.shape[1])
+    check_operand(op, "ids", ids, (torch.int32,), {"T": None, "k": None})
     if first_expert < 0 or num_local < 0:
         raise ValueError(f"{op}: first_expert and num_local must be >= 0, got {first_expert} and {num_local}")
     impl = select(op, ids, impl=impl)
@@ -130,10 +109,9 @@ def dispatch(
     Raises, determinism, kernel: as permute. Reference: ops.reference.moe.permute, the rest is read off its result.
     """
     op = "moe.permute"
-    _check_dims(op, "ids", ids, 2, "T, k")
+    check_operand(op, "ids", ids, (torch.int32,), {"T": None, "k": None})
     t, k = ids.shape
-    _check(op, "ids", ids, (torch.int32,), ids.device, T=t, k=k)
-    _check(op, "weights", weights, (torch.float32,), ids.device, T=t, k=k)
+    check_operand(op, "weights", weights, (torch.float32,), {"T": t, "k": k}, ids)
     if first_expert < 0 or num_local < 0:
         raise ValueError(f"{op}: first_expert and num_local must be >= 0, got {first_expert} and {num_local}")
     impl = select(op, ids, impl=impl)
@@ -206,30 +184,26 @@ def grouped_gemm(
     Kernels: csrc/moe/grouped_gemm_sm90.cu (with fold.cu), grouped_gemm.cu. Reference: ops.reference.moe.grouped_gemm.
     """
     op = "moe.grouped_gemm"
-    _check_dims(op, "a", a, 2, "rows, K")
-    if not isinstance(weight, PackedWeight):
-        _check_dims(op, "weight", weight, 3, "E, O, K/2")
+    check_operand(op, "a", a, COMPUTE_DTYPES if a_scale is None else (torch.float8_e4m3fn,), {"rows": None, "K": None})
     rows, k = a.shape
-    e, o = weight.largest.shape if isinstance(weight, PackedWeight) else weight.shape[:2]
+    if isinstance(weight, PackedWeight):
+        e, o = weight.largest.shape
+        check_operand(op, "weight.words", weight.words, (torch.int32,), {"E": e, "O": o, "K/8": k // 8}, a)
+    else:
+        check_operand(op, "weight", weight, (torch.uint8,), {"E": None, "O": None, "K/2": k // 2}, a)
+        e, o = weight.shape[:2]
     if k % 32 or o % 32 or k == 0:
         raise ValueError(f"{op}: K and O must be multiples of 32, got K={k}, O={o}")
-    _check(op, "a", a, (torch.float8_e4m3fn,) if a_scale is not None else _COMPUTE, a.device, rows=rows, K=k)
     if a_scale is not None:
-        _check(op, "a_scale", a_scale, (torch.uint8,), a.device, **{"rows": rows, "K/32": k // 32})
-    if isinstance(weight, PackedWeight):
-        _check(op, "weight.words", weight.words, (torch.int32,), a.device, **{"E": e, "O": o, "K/8": k // 8})
-    else:
-        _check(op, "weight", weight, (torch.uint8,), a.device, **{"E": e, "O": o, "K/2": k // 2})
+        check_operand(op, "a_scale", a_scale, (torch.uint8,), {"rows": rows, "K/32": k // 32}, a)
     if weight_scale is not None:
-        _check(op, "weight_scale", weight_scale, (torch.uint8,), a.device, **{"E": e, "O": o, "K/32": k // 32})
-    _check(op, "offsets", offsets, (torch.int32,), a.device, **{"E+1": e + 1})
-    m = rows
+        check_operand(op, "weight_scale", weight_scale, (torch.uint8,), {"E": e, "O": o, "K/32": k // 32}, a)
+    check_operand(op, "offsets", offsets, (torch.int32,), {"E+1": e + 1}, a)
     if a_rows is not None:
-        _check_dims(op, "a_rows", a_rows, 1, "M")
-        m = a_rows.shape[0]
-        _check(op, "a_rows", a_rows, (torch.int32,), a.device, M=m)
+        check_operand(op, "a_rows", a_rows, (torch.int32,), {"M": None}, a)
+    m = rows if a_rows is None else a_rows.shape[0]
     if out is not None:
-        _check(op, "out", out, _COMPUTE, a.device, M=m, O=o)
+        check_operand(op, "out", out, COMPUTE_DTYPES, {"M": m, "O": o}, a)
         out_dtype = out.dtype
     if a_scale is None and impl is None:
         impl = "reference"  # no kernel multiplies unquantised activations
@@ -239,11 +213,11 @@ def grouped_gemm(
     if a_scale is None:
         raise RuntimeError(f"{op}: implementation {impl!r} needs a_scale (E4M3 activations); use impl='reference'")
     if out is None:
-        out = torch.empty(m, o, dtype=out_dtype, device=a.device)
+        out = a.new_empty(m, o, dtype=out_dtype)
     if not (m and e and o):
         return out
     if isinstance(operand, PackedWeight):
-        folded = _empty_folded(m, k, a.device)
+        folded = _empty_folded(m, k, a)
         call(op, impl, a, a_scale, operand.words, operand.shifts, operand.largest, offsets, a_rows, out, *folded)
     else:
         call(op, impl, a, a_scale, *operand, offsets, a_rows, out)
@@ -271,7 +245,7 @@ def swiglu(gu: Tensor, row_weight: Tensor | None, limit: float, num_rows: Tensor
     impl = select(op, gu, impl=impl)
     if impl == "reference":
         return reference.swiglu(gu, row_weight, limit, num_rows)
-    h = torch.empty(m, f, dtype=gu.dtype, device=gu.device)
+    h = gu.new_empty(m, f)
     if m:
         call(op, impl, gu, row_weight, float(limit), num_rows, None, None, h)
     return h
@@ -292,8 +266,8 @@ def swiglu_quant(
     impl = select(op, gu, impl=impl)
     if impl == "reference":
         return reference.swiglu_quant(gu, row_weight, limit, num_rows)
-    codes = torch.empty(m, f, dtype=torch.float8_e4m3fn, device=gu.device)
-    scale = torch.empty(m, f // 32, dtype=torch.uint8, device=gu.device)
+    codes = gu.new_empty(m, f, dtype=torch.float8_e4m3fn)
+    scale = gu.new_empty(m, f // 32, dtype=torch.uint8)
     if m:
         call(op, impl, gu, row_weight, float(limit), num_rows, codes, scale, None)
     return codes, scale
@@ -315,8 +289,8 @@ def swiglu_quant_folded(gu: Tensor, limit: float, *, impl: str | None = None) ->
     if impl == "reference" or f > _MAX_FOLD_HIDDEN:
         h = swiglu(gu, None, limit, impl=impl)
         return elementwise.act_quant_folded(h, impl="reference" if impl == "reference" else None)
-    codes = torch.empty(m, f, dtype=torch.float8_e4m3fn, device=gu.device)
-    row_scale = torch.empty(m, dtype=torch.float32, device=gu.device)
+    codes = gu.new_empty(m, f, dtype=torch.float8_e4m3fn)
+    row_scale = gu.new_empty(m, dtype=torch.float32)
     if m:
         call("moe.swiglu_quant_folded", impl, gu, float(limit), codes, row_scale)
     return codes, row_scale
@@ -324,15 +298,14 @@ def swiglu_quant_folded(gu: Tensor, limit: float, *, impl: str | None = None) ->
 
 def _check_swiglu(op: str, gu: Tensor, row_weight: Tensor | None, limit: float, num_rows: Tensor | None) -> tuple[int, int]:
     """Checks the operands of the SwiGLU ops; returns M and F."""
-    _check_dims(op, "gu", gu, 2, "M, 2F")
+    check_operand(op, "gu", gu, COMPUTE_DTYPES, {"M": None, "2F": None})
     m, f = gu.shape[0], gu.shape[1] // 2
     if gu.shape[1] % 64 or f == 0:
         raise ValueError(f"{op}: gu must have 2F columns, F a multiple of 32, got {gu.shape[1]}")
-    _check(op, "gu", gu, _COMPUTE, gu.device, **{"M": m, "2F": 2 * f})
     if row_weight is not None:
-        _check(op, "row_weight", row_weight, (torch.float32,), gu.device, M=m)
+        check_operand(op, "row_weight", row_weight, (torch.float32,), {"M": m}, gu)
     if num_rows is not None:
-        _check(op, "num_rows", num_rows, (torch.int32,), gu.device, one=1)
+        check_operand(op, "num_rows", num_rows, (torch.int32,), {"1": 1}, gu)
     if not limit >= 0:
         raise ValueError(f"{op}: limit must be >= 0 (0 = no clamp), got {limit}")
     return m, f
@@ -348,14 +321,14 @@ def takes_folded_rows(weight: Tensor | PackedWeight, compute_dtype: torch.dtype)
     return isinstance(weight, PackedWeight) and takes_packed_weights(weight.words, compute_dtype)
 
 
-def _empty_folded(m: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _empty_folded(m: int, k: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Rows for a product over folded operands, uninitialised: codes [M, K rounded up to 128] uint8, scales [M] float32."""
-    return torch.empty(m, -(-k // 128) * 128, dtype=torch.uint8, device=device), torch.empty(m, dtype=torch.float32, device=device)
+    return like.new_empty(m, -(-k // 128) * 128, dtype=torch.uint8), like.new_empty(m, dtype=torch.float32)
 
 
 def _folded_gemm(folded: Tensor, row_scale: Tensor, weight: PackedWeight, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
     """grouped_gemm of rows that are folded and in the order of the product."""
-    out = torch.empty(folded.shape[0], weight.largest.shape[1], dtype=out_dtype, device=folded.device)
+    out = folded.new_empty(folded.shape[0], weight.largest.shape[1], dtype=out_dtype)
     call("moe.folded_gemm", "sm90", folded, row_scale, weight.words, weight.shifts, weight.largest, offsets, out)
     return out
 
@@ -366,14 +339,14 @@ def _placed_gemm(
     """grouped_gemm of folded tokens [T, K] with one scale each [T], rows where row_of_slot [T, k] says: [T * k, O]."""
     op = "moe.experts"
     (t, k), picks = codes.shape, row_of_slot.shape[1]
-    _check(op, "codes", codes, (torch.float8_e4m3fn,), codes.device, T=t, N=k)
-    _check(op, "scale", code_scale, (torch.float32,), codes.device, T=t)
-    _check(op, "row_of_slot", row_of_slot, (torch.int32,), codes.device, T=t, k=picks)
+    check_operand(op, "codes", codes, (torch.float8_e4m3fn,), {"T": t, "N": k})
+    check_operand(op, "scale", code_scale, (torch.float32,), {"T": t}, codes)
+    check_operand(op, "row_of_slot", row_of_slot, (torch.int32,), {"T": t, "k": picks}, codes)
     if not isinstance(weight, PackedWeight) or not takes_folded_rows(weight, out_dtype):
         raise RuntimeError(f"{op}: rows with one scale each are for the sm90 product (takes_folded_rows); pass E8M0 scales [T, N/32]")
     if not (t and picks and weight.largest.numel()):
-        return torch.empty(t * picks, weight.largest.shape[1], dtype=out_dtype, device=codes.device)
-    folded, row_scale = _empty_folded(t * picks, k, codes.device)
+        return codes.new_empty(t * picks, weight.largest.shape[1], dtype=out_dtype)
+    folded, row_scale = _empty_folded(t * picks, k, codes)
     call("moe.place_rows", "portable", codes, code_scale, row_of_slot, folded, row_scale)
     return _folded_gemm(folded, row_scale, weight, offsets, out_dtype)
 
@@ -419,7 +392,7 @@ def experts(
     if m and scale is not None and f <= _MAX_FOLD_HIDDEN:
         _, operand = _product("moe.experts", w2, w2_scale, codes, impl, out_dtype)
         if isinstance(operand, PackedWeight) and select("moe.swiglu_quant", gate_up) == "portable":
-            folded, row_scale = _empty_folded(m, f, codes.device)
+            folded, row_scale = _empty_folded(m, f, codes)
             call("moe.swiglu_fold", "portable", gate_up, row_weight, float(limit), bound, folded, row_scale)
             return _folded_gemm(folded, row_scale, operand, offsets, out_dtype)
         w2, w2_scale = (operand, None) if isinstance(operand, PackedWeight) else operand
@@ -447,7 +420,7 @@ def combine(y: Tensor, row_of_slot: Tensor, shared: Tensor | None, out_dtype: to
     """
     op = "moe.combine"
     t, n = _check_combine(op, y, row_of_slot, shared)
-    if out_dtype not in _COMPUTE:
+    if out_dtype not in COMPUTE_DTYPES:
         raise TypeError(f"{op}: out_dtype must be bfloat16 or float32, got {out_dtype}")
     impl = select(op, y, impl=impl)
     if impl == "reference":
@@ -472,8 +445,7 @@ def combine_parts(y: Tensor, row_of_slot: Tensor, parts: Tensor, rank: int, shar
     """
     op = "moe.combine_parts"
     t, n = _check_combine(op, y, row_of_slot, shared)
-    _check_dims(op, "parts", parts, 3, "P, T, N")
-    _check(op, "parts", parts, (y.dtype,), y.device, P=parts.shape[0], T=t, N=n)
+    check_operand(op, "parts", parts, (y.dtype,), {"P": None, "T": t, "N": n}, y)
     if not 0 <= rank <= parts.shape[0]:
         raise ValueError(f"{op}: rank must be in 0..P={parts.shape[0]}, got {rank}")
     impl = select("moe.combine", y, impl=impl)
@@ -487,13 +459,11 @@ def combine_parts(y: Tensor, row_of_slot: Tensor, parts: Tensor, rank: int, shar
 
 def _check_combine(op: str, y: Tensor, row_of_slot: Tensor, shared: Tensor | None) -> tuple[int, int]:
     """Checks the operands that the combining ops have in common; returns T and N."""
-    _check_dims(op, "y", y, 2, "M, N")
-    _check_dims(op, "row_of_slot", row_of_slot, 2, "T, k")
-    n, (t, k) = y.shape[1], row_of_slot.shape
-    _check(op, "y", y, _COMPUTE, y.device, M=y.shape[0], N=n)
-    _check(op, "row_of_slot", row_of_slot, (torch.int32,), y.device, T=t, k=k)
+    check_operand(op, "y", y, COMPUTE_DTYPES, {"M": None, "N": None})
+    check_operand(op, "row_of_slot", row_of_slot, (torch.int32,), {"T": None, "k": None}, y)
+    t, n = row_of_slot.shape[0], y.shape[1]
     if shared is not None:
-        _check(op, "shared", shared, (y.dtype,), y.device, T=t, N=n)
+        check_operand(op, "shared", shared, (y.dtype,), {"T": t, "N": n}, y)
     return t, n
 
 

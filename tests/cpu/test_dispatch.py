@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -182,6 +183,23 @@ def test_a_step_chooses_once(machine: SimpleNamespace, monkeypatch: pytest.Monke
             with pytest.raises(RuntimeError, match="computes in bfloat16, got float32"):
                 _dispatch.select("attention.sparse", fake_cuda(torch.float32), impl="sm90")
     assert _dispatch.select("attention.sparse", fake_cuda()) == "reference"
+
+
+def test_a_step_is_of_its_thread() -> None:
+    """Steps of two engines overlap in any order, and neither leaves anything behind; one that fails does not either."""
+    first = _dispatch.fixed_environment(only_kernels=True)
+    first.__enter__()
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(_dispatch.kernels_check).result() is False
+        second = _dispatch.fixed_environment(only_kernels=True)
+        other.submit(second.__enter__).result()
+        first.__exit__(None, None, None)
+        assert not _dispatch.kernels_check() and other.submit(_dispatch.kernels_check).result() is True
+        other.submit(second.__exit__, None, None, None).result()
+        assert other.submit(_dispatch.kernels_check).result() is False
+    with pytest.raises(ZeroDivisionError), _dispatch.fixed_environment(only_kernels=True):
+        raise ZeroDivisionError
+    assert not _dispatch.kernels_check()
 
 
 # -- the sm100 self-test gate ----------------------------------------------------------------------------------------

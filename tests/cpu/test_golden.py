@@ -157,7 +157,7 @@ def run_layers(run: Runner, prefix: str) -> dict[tuple[str, int], torch.Tensor]:
             seen[f"{name}_out", layer] = out
             return g[f"L7.{prefix}.{name}_out.{layer}"]
 
-        forced.folded = False  # the form of input that the experts want
+        forced.folded, forced.reads_x = False, True  # the forms of input that experts and attention want
         return forced
 
     bodies = [(block.attn, block.ffn) for block in run.model.blocks]

@@ -54,7 +54,7 @@ def comb_transposed(patch: pytest.MonkeyPatch, run: Runner) -> None:
 def own_pre_mix(patch: pytest.MonkeyPatch, run: Runner) -> None:
     """Every site collapses with its own coefficients instead of the last site's."""
 
-    def enter(residual, site, norm, profile, *, folded):
+    def enter(residual, site, norm, profile, *, folded, keep_x):
         streams = residual.streams()
         residual.pre, residual.post, residual.comb = elementwise.hc_mix(streams, *site.arguments)
         return Activation.normed(elementwise.hc_collapse(streams, residual.pre), norm, 1e-20, profile, folded=folded)

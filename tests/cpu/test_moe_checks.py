@@ -34,19 +34,23 @@ def gemm(**changes: Any) -> dict[str, Any]:
 
 
 GEMM_ERRORS = [
-    ({"a": torch.zeros(4, 64)}, TypeError, r"grouped_gemm: a must be float8_e4m3fn, got float32"),
-    ({"a": torch.zeros(4, 2, 32, dtype=torch.float8_e4m3fn)}, ValueError, r"a must be \[rows, K\]"),
-    ({"a": torch.zeros(4, 96, dtype=torch.float8_e4m3fn)}, ValueError, r"a_scale must be \[rows=4, K/32=3\]"),
-    ({"a": torch.zeros(4, 48, dtype=torch.float8_e4m3fn)}, ValueError, r"multiples of 32, got K=48"),
-    ({"a_scale": torch.zeros(4, 4, dtype=torch.uint8)}, ValueError, r"a_scale must be \[rows=4, K/32=2\], got \[4, 4\]"),
-    ({"a_scale": torch.ones(4, 2)}, TypeError, r"a_scale must be uint8, got float32"),
-    ({"weight": torch.zeros(2, 96, 64, dtype=torch.uint8)}, ValueError, r"weight must be \[E=2, O=96, K/2=32\]"),
+    ({"a": torch.zeros(4, 64)}, TypeError, r"grouped_gemm: a must be float8_e4m3fn \[rows, K\], got float32 \[4, 64\]"),
+    ({"a": torch.zeros(4, 2, 32, dtype=torch.float8_e4m3fn)}, ValueError, r"a must be float8_e4m3fn \[rows, K\]"),
+    ({"a": torch.zeros(4, 96, dtype=torch.float8_e4m3fn)}, ValueError, r"weight must be uint8 \[E, O, K/2=48\], got uint8 \[2, 96, 32\]"),
+    (
+        {"a": torch.zeros(4, 48, dtype=torch.float8_e4m3fn), "weight": torch.zeros(2, 96, 24, dtype=torch.uint8)},
+        ValueError,
+        r"multiples of 32, got K=48",
+    ),
+    ({"a_scale": torch.zeros(4, 4, dtype=torch.uint8)}, ValueError, r"a_scale must be uint8 \[rows=4, K/32=2\], got uint8 \[4, 4\]"),
+    ({"a_scale": torch.ones(4, 2)}, TypeError, r"a_scale must be uint8 \[rows=4, K/32=2\], got float32"),
+    ({"weight": torch.zeros(2, 96, 64, dtype=torch.uint8)}, ValueError, r"weight must be uint8 \[E, O, K/2=32\]"),
     ({"weight": torch.zeros(2, 80, 32, dtype=torch.uint8)}, ValueError, r"O=80"),
     ({"weight_scale": torch.zeros(2, 96, 4, dtype=torch.uint8)}, ValueError, r"weight_scale must be .*K/32=2"),
-    ({"offsets": torch.zeros(2, dtype=torch.int32)}, ValueError, r"offsets must be \[E\+1=3\], got \[2\]"),
-    ({"offsets": torch.zeros(3, dtype=torch.int64)}, TypeError, r"offsets must be int32, got int64"),
+    ({"offsets": torch.zeros(2, dtype=torch.int32)}, ValueError, r"offsets must be int32 \[E\+1=3\], got int32 \[2\]"),
+    ({"offsets": torch.zeros(3, dtype=torch.int64)}, TypeError, r"offsets must be int32 \[E\+1=3\], got int64 \[3\]"),
     ({"a_rows": torch.zeros(4, dtype=torch.int64)}, TypeError, r"a_rows must be int32"),
-    ({"out": torch.zeros(4, 64, dtype=torch.bfloat16)}, ValueError, r"out must be \[M=4, O=96\]"),
+    ({"out": torch.zeros(4, 64, dtype=torch.bfloat16)}, ValueError, r"out must be bfloat16 or float32 \[M=4, O=96\]"),
 ]
 
 
@@ -98,9 +102,9 @@ def test_the_form_of_a_weight_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         moe.grouped_gemm(**packed | {"weight_scale": stored["weight_scale"]})
     with pytest.raises(ValueError, match=r"weight_scale must be a tensor \[E, O, K/32\]"):
         moe.grouped_gemm(**stored | {"weight_scale": None})
-    with pytest.raises(TypeError, match="weight must be uint8, got int32"):
+    with pytest.raises(TypeError, match=r"weight must be uint8 \[E, O, K/2=32\], got int32"):
         moe.grouped_gemm(**stored | {"weight": packed_weight.words.view(2, 96, 8).repeat(1, 1, 4)})
-    with pytest.raises(ValueError, match=r"weight.words must be \[E=2, O=96, K/8=12\]"):
+    with pytest.raises(ValueError, match=r"weight.words must be int32 \[E=2, O=96, K/8=12\]"):
         moe.grouped_gemm(**packed | {"a": torch.zeros(4, 96, dtype=torch.float8_e4m3fn), "a_scale": torch.zeros(4, 3, dtype=torch.uint8)})
     stored["weight_scale"][1, 5, 0] = 90
     with pytest.raises(RuntimeError, match="within 14 binades"):
@@ -124,12 +128,12 @@ ROUTE = {"x": torch.zeros(3, 64), "weight": torch.zeros(8, 64), "bias": torch.ze
 @pytest.mark.parametrize(
     "changes, error, match",
     [
-        ({"weight": torch.zeros(8, 32)}, ValueError, r"route: weight must be \[E=8, N=64\]"),
-        ({"bias": torch.zeros(7)}, ValueError, r"bias must be \[E=8\], got \[7\]"),
+        ({"weight": torch.zeros(8, 32)}, ValueError, r"route: weight must be bfloat16 or float32 \[E, N=64\]"),
+        ({"bias": torch.zeros(7)}, ValueError, r"bias must be float32 \[E=8\], got float32 \[7\]"),
         ({"bias": torch.zeros(8, dtype=torch.bfloat16)}, TypeError, r"bias must be float32"),
         ({"k": 9}, ValueError, r"k must be in 1\.\.E=8, got 9"),
         ({"k": 0}, ValueError, r"k must be in 1\.\.E=8, got 0"),
-        ({"x": torch.zeros(3, 64, dtype=torch.float16)}, TypeError, r"x must be bfloat16 or float32, got float16"),
+        ({"x": torch.zeros(3, 64, dtype=torch.float16)}, TypeError, r"x must be bfloat16 or float32 \[T, N\], got float16"),
         ({}, TypeError, r"weight must be bfloat16 for the portable kernel"),
     ],
 )
@@ -141,9 +145,9 @@ def test_route_refuses(launches: list[str], changes: dict[str, Any], error: type
 
 def test_permute_refuses(launches: list[str]) -> None:
     ids = torch.zeros(3, 2, dtype=torch.int32)
-    with pytest.raises(TypeError, match="ids must be int32, got int64"):
+    with pytest.raises(TypeError, match=r"ids must be int32 \[T, k\], got int64 \[3, 2\]\. Cast with ids\.int\(\)"):
         moe.permute(ids.long(), 0, 4)
-    with pytest.raises(ValueError, match=r"ids must be \[T, k\]"):
+    with pytest.raises(ValueError, match=r"ids must be int32 \[T, k\], got int32 \[6\]"):
         moe.permute(ids.flatten(), 0, 4)
     with pytest.raises(ValueError, match="must be >= 0, got -1 and 4"):
         moe.permute(ids, -1, 4)
@@ -157,13 +161,13 @@ def test_swiglu_quant_refuses(launches: list[str]) -> None:
     gu = torch.zeros(3, 128, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="F a multiple of 32, got 96"):
         moe.swiglu_quant(gu[:, :96], None, 10.0)
-    with pytest.raises(ValueError, match=r"row_weight must be \[M=3\], got \[4\]"):
+    with pytest.raises(ValueError, match=r"row_weight must be float32 \[M=3\], got float32 \[4\]"):
         moe.swiglu_quant(gu, torch.zeros(4), 10.0)
     with pytest.raises(ValueError, match="limit must be >= 0"):
         moe.swiglu_quant(gu, None, -1.0)
     with pytest.raises(ValueError, match="limit must be >= 0"):
         moe.swiglu_quant(gu, None, float("nan"))
-    with pytest.raises(TypeError, match="num_rows must be int32"):
+    with pytest.raises(TypeError, match=r"num_rows must be int32 \[1\], got float32 \[1\]"):
         moe.swiglu_quant(gu, None, 10.0, torch.zeros(1))
     assert launches == []
     codes, scale = moe.swiglu_quant(gu, None, 10.0)
@@ -182,7 +186,7 @@ def test_combine_refuses(launches: list[str]) -> None:
     y, rows = torch.zeros(5, 64, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int32)
     with pytest.raises(TypeError, match="row_of_slot must be int32"):
         moe.combine(y, rows.long(), None, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"shared must be \[T=3, N=64\]"):
+    with pytest.raises(ValueError, match=r"shared must be bfloat16 \[T=3, N=64\]"):
         moe.combine(y, rows, torch.zeros(3, 32, dtype=torch.bfloat16), torch.bfloat16)
     with pytest.raises(TypeError, match="out_dtype must be bfloat16 or float32"):
         moe.combine(y, rows, None, torch.float16)
@@ -193,9 +197,9 @@ def test_combine_refuses(launches: list[str]) -> None:
 
 def test_combine_parts_refuses(launches: list[str]) -> None:
     y, rows, parts = torch.zeros(5, 64).bfloat16(), torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 3, 64).bfloat16()
-    with pytest.raises(ValueError, match=r"parts must be \[P=2, T=3, N=64\], got \[2, 4, 64\]"):
+    with pytest.raises(ValueError, match=r"parts must be bfloat16 \[P, T=3, N=64\], got bfloat16 \[2, 4, 64\]"):
         moe.combine_parts(y, rows, torch.zeros(2, 4, 64).bfloat16(), 0, None)
-    with pytest.raises(TypeError, match="parts must be bfloat16, got float32"):
+    with pytest.raises(TypeError, match=r"parts must be bfloat16 \[P, T=3, N=64\], got float32"):
         moe.combine_parts(y, rows, parts.float(), 0, None)
     with pytest.raises(ValueError, match=r"rank must be in 0..P=2, got 3"):
         moe.combine_parts(y, rows, parts, 3, None)
@@ -224,7 +228,7 @@ def test_experts_take_folded_tokens_only_where_the_product_does(launches: list[s
     weights = packed
     assert moe.experts(*folded, *weights, *rows, 10.0, row_of_slot=outs[0]).shape == (tokens * k, n)
     assert launches == ["moe.place_rows", "moe.folded_gemm", "moe.swiglu_fold", "moe.folded_gemm"]
-    with pytest.raises(ValueError, match=r"row_of_slot must be \[T=3, k=2\]"):
+    with pytest.raises(ValueError, match=r"row_of_slot must be int32 \[T=3, k=2\]"):
         moe.experts(*folded, *weights, *rows, 10.0, row_of_slot=outs[0][:2])
 
 

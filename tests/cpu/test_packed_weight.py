@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mini_deepinfer.ops import moe
 from mini_deepinfer.ops.packed_weight import PackedWeight, pack_weight, weight_row_scale
 from mini_deepinfer.ops.reference import number_formats as nf
+from tests.golden import Runner, golden
 from tests.inputs import generator, random_bytes
 
 
@@ -83,3 +85,27 @@ def test_packed_weights_are_not_packed_again() -> None:
         pack_weight(weight, scale)
     with pytest.raises(TypeError, match="weight must be uint8"):
         pack_weight(result.words, scale)
+
+
+def test_the_model_packs_what_can_be_packed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Packed weights leave the checkpoint's tensors and change no bit; a weight whose scales spread too far is named and kept."""
+    wide = "layers.3.ffn.experts.w2"
+    loaded: list[dict[str, torch.Tensor]] = []
+
+    def spread(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{wide}_scale"][0, 0, 0] -= 20
+        loaded.append(tensors)
+
+    run, ids = Runner(dtype=torch.bfloat16, activation_quant=True), golden()["L7.input_ids"].numpy()
+    run.reload(edit_weights=spread)
+    stored = run.score(ids)
+    assert not caplog.records and all(isinstance(block.ffn.w2, torch.Tensor) for block in run.model.blocks)
+    monkeypatch.setattr(moe, "takes_packed_weights", lambda tensor, compute_dtype: True)
+    run.reload(edit_weights=spread)
+    assert torch.equal(run.score(ids), stored)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{wide}: scales spread over more than 14 binades in a row; kept as stored for the portable product"
+    ]
+    assert [name for name in loaded[-1] if ".experts." in name] == [wide, f"{wide}_scale"]
+    for layer, block in enumerate(run.model.blocks):
+        assert isinstance(block.ffn.w13, PackedWeight) and isinstance(block.ffn.w2, PackedWeight) == (layer != 3)

@@ -109,7 +109,7 @@ def hc_collapse(streams: Tensor, pre: Tensor, *, impl: str | None = None) -> Ten
     impl = select(op, streams, impl=impl)
     if impl == "reference":
         return reference.hc_collapse(streams, pre)
-    out = torch.empty((tokens, width), dtype=streams.dtype, device=streams.device)
+    out = streams.new_empty(tokens, width)
     if tokens:
         call(op, impl, streams, pre, out)
     return out
@@ -131,7 +131,7 @@ def hc_collapse_norm(streams: Tensor, pre: Tensor, weight: Tensor, eps: float, *
     impl = select(op, streams, impl=impl)
     if impl == "reference":
         return reference.rmsnorm(reference.hc_collapse(streams, pre), weight, eps)
-    out = torch.empty((tokens, width), dtype=streams.dtype, device=streams.device)
+    out = streams.new_empty(tokens, width)
     if tokens:
         call(op, impl, streams, pre, weight, eps, out)
     return out
@@ -159,7 +159,7 @@ def hc_collapse_norm_quant(
     if impl == "reference":
         x = reference.rmsnorm(reference.hc_collapse(streams, pre), weight, eps)
         return x, *reference_quant(x, folded)
-    x = torch.empty((tokens, width), dtype=streams.dtype, device=streams.device)
+    x = streams.new_empty(tokens, width)
     codes, scale = new_codes(streams, tokens, width, folded)
     if tokens:
         call(op, impl, streams, pre, weight, eps, x, codes, scale)
@@ -255,7 +255,7 @@ def hc_expand_mix(
     impl = select(op, streams, impl=impl)
     if impl == "reference":
         return _reference_expand_mix(y, streams, last_pre, last_post, last_comb, site, out)
-    x = torch.empty(y.shape, dtype=streams.dtype, device=streams.device)
+    x = streams.new_empty(y.shape)
     workspace, pre, post, comb = _new_coefficients(streams)
     if streams.shape[0]:
         call(op, impl, y, streams, last_pre, last_post, last_comb, *site, workspace, out, x, pre, post, comb)
@@ -290,8 +290,8 @@ def hc_expand_mix_norm_quant(
         kernel then does not write it); codes [T, N] float8_e4m3fn; scale, [T, N/32] uint8 E8M0 bytes, or with folded=True
         [T] float32 row scales; the next site's pre, post, comb
     Raises, determinism, workspace: as hc_mix.
-    Kernels: csrc/elementwise/hc_expand_mix_sm90.cu (n = 4), hc_expand_mix.cu; same bits. Reference: the composition of the
-    reference ops.
+    Kernels: csrc/elementwise/hc_expand_mix_sm90.cu (n = 4, other n go to the portable one), hc_expand_mix.cu; same bits.
+    Reference: the composition of the reference ops.
     """
     op = "elementwise.hc_expand_mix_norm_quant"
     site = (fn, base, scale, sinkhorn_iters, hc_eps, norm_eps)
@@ -307,7 +307,7 @@ def hc_expand_mix_norm_quant(
         codes, codes_scale = reference_quant(x, folded)
         pre, post, comb = coefficients
         return out, x if keep_x else None, codes, codes_scale, pre, post, comb
-    x = torch.empty(y.shape, dtype=streams.dtype, device=streams.device)
+    x = streams.new_empty(y.shape)
     codes, codes_scale = new_codes(streams, tokens, width, folded)
     workspace, pre, post, comb = _new_coefficients(streams)
     if tokens:
