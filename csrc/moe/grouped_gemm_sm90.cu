@@ -154,11 +154,12 @@ __device__ __forceinline__ int dealt(int round) {
 struct Ring {
     uint32_t offset = 0;  // of the stage, in bytes from the first
     uint32_t phase = 0;
-    template <int kBy = 1>
+    // At the end of the ring: offset = 0, phase ^= 1. Predicated by hand: the compiler's selects take more instructions.
     __device__ __forceinline__ void advance() {
-        offset += kBy * sizeof(Stage);
-        if (kBy == 1 ? offset == kStages * sizeof(Stage) : offset >= kStages * sizeof(Stage))
-            offset -= kStages * sizeof(Stage), phase ^= 1;
+        offset += sizeof(Stage);
+        asm("{\n.reg .pred p;\nsetp.eq.u32 p, %0, %2;\n@p xor.b32 %1, %1, 1;\n@p mov.u32 %0, 0;\n}"
+            : "+r"(offset), "+r"(phase)
+            : "n"(kStages * sizeof(Stage)));
     }
     __device__ __forceinline__ Stage& stage(SharedStorage& shared) const {
         return *reinterpret_cast<Stage*>(reinterpret_cast<uint8_t*>(shared.stages) + offset);
@@ -427,16 +428,26 @@ __device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
     return v;
 }
 
-// Shared-memory addresses of a thread in stage 0: its first row of the weights, the barriers (empty: of block lane % 2)
+// Shared-memory addresses of a thread in stage 0: its first row of the weights, the barriers (empty: of block lane % 2); and the
+// low word of the rows' descriptor, which holds the address
 struct Lane {
-    uint32_t codes, shifts, full, empty;
+    uint32_t codes, shifts, full, empty, descriptor;
     __device__ __forceinline__ Lane(const SharedStorage& shared, int consumer_thread) {
         const uint32_t base = ptx::smem_address(shared.stages);
         const int place = (consumer_thread / 32 * 16 + consumer_thread % 32 / 4) * 4 + consumer_thread % 4;
         codes = opaque(base + static_cast<uint32_t>(offsetof(Stage, codes)) + place * 16);
         shifts = opaque(base + static_cast<uint32_t>(offsetof(Stage, shifts)) + place);
+        descriptor = opaque(static_cast<uint32_t>(smem_descriptor_k128(base)));
         full = opaque(base + static_cast<uint32_t>(offsetof(Stage, full)));
         empty = ptx::map_to_rank(base + static_cast<uint32_t>(offsetof(Stage, empty)), consumer_thread % kCluster);
+    }
+
+    // Descriptor of the rows of the stage at `offset`, without the carry of a 64-bit addition
+    __device__ __forceinline__ uint64_t rows(uint32_t offset) const {
+        const auto high = static_cast<uint32_t>(smem_descriptor_k128(0) >> 32);
+        uint64_t v;
+        asm("mov.b64 %0, {%1, %2};" : "=l"(v) : "r"(descriptor + (offset >> 4)), "r"(high));
+        return v;
     }
 };
 
@@ -484,7 +495,7 @@ struct Consumer {
     __device__ __forceinline__ void run_step(bool never, const Lane& lane, uint32_t (&a)[4][4],
                                              uint32_t (&b)[4][4], RawWeights& raw, float (&part)[kN / 2],
                                              float (&sums)[kHalves][kN / 2]) {
-        const uint64_t descriptor = smem_descriptor_k128(ptx::smem_address(shared.stages)) + (now >> 4);
+        const uint64_t descriptor = lane.rows(now);
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
             const bool last = half == kHalves - 1;
