@@ -26,8 +26,8 @@ def _case(name: str, k: int, columns: int, groups: int = 1) -> Case:
         part = {**inputs, "codes": inputs["codes"][some], "row_scale": inputs["row_scale"][some]}
         wanted = fp8(**part, impl="reference").float()
         error = float((out[some].float() - wanted).abs().max() / wanted.abs().max())
-        if not error <= 2.0**-8:
-            raise AssertionError(f"max error {error:.3g} of the largest value, bound {2.0**-8:.3g}")
+        if not error <= 2.0**-7:  # two roundings may differ by one ulp
+            raise AssertionError(f"max error {error:.3g} of the largest value, bound {2.0**-7:.3g}")
         return error
 
     return Case(
