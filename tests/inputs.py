@@ -79,15 +79,6 @@ def selection(g: torch.Generator, num_tokens: int, num_picks: int, num_rows: int
     return picked
 
 
-def window_indices(positions: Tensor, first_row: Tensor, window: int) -> Tensor:
-    """[T, W] int32: rows of positions max(0, pos - W + 1)..pos ascending, -1 behind; p is row first_row + p."""
-    lanes = torch.arange(window)
-    start = (positions.long() - window + 1).clamp(min=0)
-    rows = start[:, None] + lanes
-    rows = torch.where(rows <= positions[:, None].long(), rows + first_row[:, None].long(), torch.full_like(rows, -1))
-    return rows.int()
-
-
 # -- memory that exists only where it is touched (CPU): offsets past 2^31 without the gigabytes ------------------------
 
 

@@ -17,8 +17,6 @@ class Bound:
     absolute: float
 
 
-EXACT = Bound(0.0, 0.0, 0.0)
-
 # Per output dtype, against a float32 reference of the same quantised inputs. Never loosened in place: an op that needs
 # another bound names it here with its reason.
 BOUNDS: dict[torch.dtype | str, Bound] = {

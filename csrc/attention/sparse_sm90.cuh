@@ -84,11 +84,8 @@ struct AtomWriter {
     }
 };
 
-MDI_DEVICE uint4 load_shared_v4(uint32_t address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-    return v;
-}
+using ptx::load_shared_v4;
+
 MDI_DEVICE void load_shared_v2(uint32_t address, uint32_t& x, uint32_t& y) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address) : "memory");
 }

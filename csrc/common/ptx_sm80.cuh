@@ -116,10 +116,5 @@ MDI_DEVICE void named_barrier_sync(uint32_t id, uint32_t num_threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-// bar.arrive id, threads: counts without waiting
-MDI_DEVICE void named_barrier_arrive(uint32_t id, uint32_t num_threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
-}
-
 }  // namespace mdi::ptx
 #endif

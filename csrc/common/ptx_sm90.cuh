@@ -20,6 +20,13 @@ MDI_DEVICE void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
 // fence.mbarrier_init.release.cluster: makes initialised barriers visible to the async proxy and to the cluster
 MDI_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// ld.shared.v4.u32
+MDI_DEVICE uint4 load_shared_v4(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}
+
 // mbarrier.arrive.expect_tx.shared::cta.b64: one arrival that also announces `bytes` of coming copies
 MDI_DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -39,6 +46,12 @@ MDI_DEVICE void cp_async_mbarrier_arrive(uint32_t barrier) {
 // mbarrier.arrive.release.cluster.shared::cluster.b64: `barrier` comes from map_to_rank
 MDI_DEVICE void mbarrier_arrive_remote(uint32_t barrier) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// mbarrier.arrive.shared::cluster.b64, `barrier` from map_to_rank: releases a stage that was only read, by wgmma that have
+// completed. Not .release.cluster: that adds a fence at GPU scope, which waits for loads in flight.
+MDI_DEVICE void mbarrier_arrive_remote_read(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // mbarrier.try_wait.parity.shared::cta.b64 until the phase of this parity has completed. A fresh barrier is in phase 0:

@@ -178,11 +178,6 @@ __device__ __forceinline__ int lane_number() {
     return static_cast<int>(number);
 }
 
-// mbarrier.arrive.shared::cluster, `barrier` from map_to_rank: releases a stage that was only read, by wgmma that have completed
-__device__ __forceinline__ void arrive_in_block(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 // K-major descriptor with 128-byte swizzle from its low word, in which alone the operands of a block differ (smem_descriptor_k128)
 __device__ __forceinline__ uint64_t descriptor(uint32_t low) { return uint64_t{0x40000040} << 32 | low; }
 __device__ __forceinline__ uint32_t descriptor_low(uint32_t smem) { return smem >> 4 | 1u << 16; }
@@ -233,7 +228,7 @@ struct Consumer {
         }
         wgmma_wait<0>();
         fence_registers(part);
-        if (last && releases) arrive_in_block(empty + now * 8);  // done with the stage, in both blocks
+        if (last && releases) ptx::mbarrier_arrive_remote_read(empty + now * 8);  // done with the stage, in both blocks
         add();
         fence_registers(part);
         multiply(last ? 0 : half + 1, part);

@@ -249,15 +249,6 @@ __device__ __forceinline__ void store_global(void* address, const uint4& v) {
 #endif
 }
 
-__device__ __forceinline__ uint4 load_shared_vector(uint32_t address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
-
 // One warp for each warpgroup: finished rows, shared memory -> global.
 __device__ void copy_out(SharedStorage& shared, const GroupedGemmSm90Params& p, int group) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -284,7 +275,7 @@ __device__ void copy_out(SharedStorage& shared, const GroupedGemmSm90Params& p, 
                 const uint32_t from = piece + place + i * 4 * 128;
                 uint4 values[4];
 #pragma unroll
-                for (int j = 0; j < 4; ++j) values[j] = load_shared_vector((from ^ 64 * (j % 2)) + j * 4 * 128);
+                for (int j = 0; j < 4; ++j) values[j] = ptx::load_shared_v4((from ^ 64 * (j % 2)) + j * 4 * 128);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     if (4 * j < rows) store_global(out, values[j]);
@@ -411,16 +402,6 @@ __device__ __forceinline__ void multiply(float (&d)[kN / 2], const uint32_t (&a)
 #endif
 }
 
-// mbarrier.arrive.shared::cluster, `barrier` from map_to_rank: releases a stage that was only read, by wgmma that have
-// completed. Not .release.cluster: it adds a fence at GPU scope, which waits for the weights in flight.
-__device__ __forceinline__ void arrive_in_block(uint32_t barrier) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-#else
-    ptx::mbarrier_arrive_remote(barrier);
-#endif
-}
-
 // ld.shared by address: of a register, a uniform register and a constant, without an instruction to add them
 __device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
     uint32_t v;
@@ -474,7 +455,7 @@ struct Consumer {
     __device__ __forceinline__ RawWeights read_row(uint32_t offset, const Lane& lane, int r) const {
         RawWeights raw;
         const uint32_t shift = load_shared_byte(lane.shifts + offset + r * 8 * 4);
-        raw.codes = load_shared_vector(lane.codes + offset + r * 8 * (kBlockK / 2));
+        raw.codes = ptx::load_shared_v4(lane.codes + offset + r * 8 * (kBlockK / 2));
         raw.magnitudes = *reinterpret_cast<const uint2*>(reinterpret_cast<const uint8_t*>(shared.magnitudes) + shift);
         return raw;
     }
@@ -520,7 +501,7 @@ struct Consumer {
             if (last) __syncwarp();  // all lanes have read what they want of the stage
             wgmma_wait<0>();
             fence_registers(part);
-            if (last && thread % 32 < kCluster) arrive_in_block(lane.empty + now);  // done with the stage, in both blocks
+            if (last && thread % 32 < kCluster) ptx::mbarrier_arrive_remote_read(lane.empty + now);  // done with the stage, in both blocks
 #pragma unroll
             for (int i = 0; i < kN / 2; ++i) sums[half][i] += part[i];
         }
