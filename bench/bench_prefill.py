@@ -9,9 +9,11 @@
 
 One request per rank has --context-len tokens, of which --cached-len are in the caches before the clock starts. Every step
 computes the next --prefill_batch_size tokens through all layers and samples one token; afterwards the state is rolled
-back, so that each step is the same work. Ten steps are measured after warm-up (the first sample is dropped), then two
-more under the stage timers. A step of several ranks takes as long as its slowest rank. Cached tokens, loading and filling
-the caches never count.
+back, so that each step is the same work. Ten steps are measured after warm-up (the first sample is dropped), then as many
+that follow each other without a pause, as the chunks of one prompt do ("chained"), then two under the stage timers. A step of
+several ranks takes as long as its slowest rank. Cached tokens, loading and filling the caches never count. --profile writes
+two traces: "-steady" of chained steps (bench/trace.py lists its gaps and kernels), and one with the stages as ranges, whose
+host side is slower than a step's own.
 
 --workload and --suite measure other requests instead, several in one process: the weights are loaded once. --ablate runs
 every workload again with the named implementations (a list as in MDI_OPS), in turns with the plain run, so that both see
@@ -42,6 +44,8 @@ from bench.options import add_run_options, parse_run_options
 from bench.prefill_job import Loaded, PrefillJob, SavedState, read_config
 from bench.result import append_row, base_row, result_line
 from bench.timing import summarise
+from bench.trace import describe as describe_device
+from bench.trace import device_time, read_trace
 from bench.workload import SUITES, Workload, parse_workload, single_request
 from mini_deepinfer.config import check_environment
 from mini_deepinfer.ops._dispatch import check_device, select
@@ -129,18 +133,16 @@ def implementations(ablation: str) -> Iterator[str]:
 
 
 @contextmanager
-def profiled(folder: Path | None, job: PrefillJob, suffix: str) -> Iterator[None]:
-    """The torch profiler around a block; writes one trace for this rank."""
-    if folder is None:
-        yield
-        return
+def profiled(folder: Path, job: PrefillJob, suffix: str, *, host: bool = True) -> Iterator[Path]:
+    """The torch profiler around a block; writes one trace for this rank, to the path it yields. host False: of the GPU alone."""
     from torch.profiler import ProfilerActivity, profile
 
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if job.device.type == "cuda" else [])
-    with profile(activities=activities) as profiler:
-        yield
+    on_gpu = job.device.type == "cuda"
+    activities = [ProfilerActivity.CPU] * (host or not on_gpu) + [ProfilerActivity.CUDA] * on_gpu
     folder.mkdir(parents=True, exist_ok=True)
     name = f"prefill-ctx{job.workload.context_len}-new{job.workload.new_tokens}-rank{job.parallel.rank}{suffix}.json.gz"
+    with profile(activities=activities) as profiler:
+        yield folder / name
     profiler.export_chrome_trace(str(folder / name))
 
 
@@ -170,6 +172,7 @@ class Run:
     timer: StageTimer | None = None
     exchange: dict[str, dict[str, float]] = field(default_factory=dict)  # exchange_times
     serial_ms: list[float] = field(default_factory=list)
+    chained_ms: float | None = None  # of the plain run
 
 
 def run_turn(run: Run, job: PrefillJob, state: SavedState, num_warmup: int, num_steps: int, advance: Callable[[], Any]) -> None:
@@ -207,6 +210,17 @@ def time_stages(run: Run, job: PrefillJob, state: SavedState, folder: Path | Non
     run.exchange = exchange_times(run.timer.stages_ms(), run.timer.beside_ms(), received)
 
 
+def profile_chain(job: PrefillJob, state: SavedState, folder: Path) -> None:
+    """A trace of a few chained steps; on a GPU without the host's side, which would slow the launches, and with a list of the gaps.
+
+    The first step follows nothing, so the list leaves it out.
+    """
+    with profiled(folder, job, "-steady", host=False) as path:
+        job.chain(state, 1 + NUM_STAGE_STEPS)
+    if job.device.type == "cuda" and job.parallel.rank == 0:
+        show(describe_device(device_time(read_trace(path), skip=1 / (1 + NUM_STAGE_STEPS)), over_us=10.0))
+
+
 def measure(args: argparse.Namespace, loaded: Loaded, workload: Workload) -> list[dict[str, Any]]:
     """Measure one workload, plain and with every ablation; the same rows on every rank."""
     device, parallel = loaded.device, loaded.parallel
@@ -227,7 +241,10 @@ def measure(args: argparse.Namespace, loaded: Loaded, workload: Workload) -> lis
             for run in runs:
                 with implementations(run.ablation):
                     run_turn(run, job, state, args.num_warmup if index == 0 else 0, num_steps, bar.update)
+    runs[0].chained_ms = job.chain(state, args.num_steps)
     runs[0].serial_ms = serial_steps(parallel, lambda: job.timed_step(state), runs[0].ids)
+    if args.profile:
+        profile_chain(job, state, args.profile)
     rows: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
         with implementations(run.ablation) as ops:
@@ -247,7 +264,7 @@ def result_row(args: argparse.Namespace, loaded: Loaded, job: PrefillJob, run: R
         raise ValueError("bench_prefill: a run without stage timers has no row")
     host_ms = {name: statistics.median(values) for name, values in run.host_ms.items()}
     own = {"step_ms": run.step_ms, "stages_ms": run.timer.stages_ms(), "peak_gib": run.peak_gib}
-    own |= {"exchange": run.exchange, "serial_ms": run.serial_ms}
+    own |= {"exchange": run.exchange, "serial_ms": run.serial_ms, "chained_ms": run.chained_ms}
     ranks = parallel.all_gather_object(own)
     if isinstance(parallel, Loopback):
         ranks = ranks[:1]
@@ -291,6 +308,7 @@ def result_row(args: argparse.Namespace, loaded: Loaded, job: PrefillJob, run: R
         rank_peak_gib=[rank["peak_gib"] for rank in ranks],
         serial_step_ms=[max(times) for times in zip(*(rank["serial_ms"] for rank in ranks))],
         step_ms=step_ms,
+        chained_step_ms=None if run.chained_ms is None else max(rank["chained_ms"] for rank in ranks),
         host_ms=host_ms,
         load_s=loaded.load_s,
         peak_gib=max(rank["peak_gib"] for rank in ranks),

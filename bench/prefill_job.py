@@ -99,7 +99,7 @@ class PrefillJob:
         """Tokens start..end-1 of request index, for every (index, start, end)."""
         with stage("schedule"):
             chunks = [ChunkRequest(self.token_ids[i], start, end, i, self.pages[i], want) for i, start, end in spans]
-            return build_batch(self.config, chunks, self.caches.geometry, self.device, self.hasher)
+            return self.model.prefetch(build_batch(self.config, chunks, self.caches.geometry, self.device, self.hasher))
 
     def fill(self, how: str) -> float:
         """Put the cached part into the caches; returns the seconds it took."""
@@ -134,10 +134,19 @@ class PrefillJob:
         yield from self.caches.tail_score.values()
 
     def step(self) -> torch.Tensor:
-        """One complete step: forward, schedule, sample. Returns the sampled ids on the host, int64 [requests].
+        """One complete step: forward, schedule, sample. Returns the sampled ids on the host, int64 [requests]."""
+        logits = self._forward()
+        with stage("sample"):
+            finite, *ids = torch.cat([torch.isfinite(logits).all()[None].long(), logits.argmax(dim=-1)]).tolist()
+            if not finite:
+                raise RuntimeError("bench_prefill: the step produced logits that are not finite")
+            return torch.tensor(ids)
 
-        The chunks of a prefill do not depend on what is sampled, so the next batch is built while the device works on this one: every
-        step builds one batch and runs one.
+    def _forward(self) -> torch.Tensor:
+        """The forward pass of a step and the batch of the next. Returns the logits.
+
+        The chunks of a prefill do not depend on what is sampled, so the next batch is built, and its engram rows are fetched, while
+        the device works on this one: every step builds one batch and runs one.
         """
         spans = [(i, request.cached_len, request.end) for i, request in enumerate(self.workload.requests)]
         if self._next is None:
@@ -148,10 +157,7 @@ class PrefillJob:
         self._next = self._build(spans, "last")
         self.host_ms["launch"].append(1e3 * (launched - start))
         self.host_ms["build"].append(1e3 * (time.perf_counter() - launched))
-        with stage("sample"):
-            if not bool(torch.isfinite(logits).all()):
-                raise RuntimeError("bench_prefill: the step produced logits that are not finite")
-            return logits.argmax(dim=-1).cpu()
+        return logits
 
     def timed_step(self, state: SavedState) -> tuple[float, torch.Tensor]:
         """(milliseconds, sampled ids) of one step, all ranks starting together."""
@@ -162,6 +168,17 @@ class PrefillJob:
         ids = self.step()
         self._synchronise()
         return 1e3 * (time.perf_counter() - start), ids
+
+    def chain(self, state: SavedState, count: int) -> float:
+        """Milliseconds of a step among `count` that follow each other without waiting for the device, as the chunks of one prompt do."""
+        self.restore(state)
+        self._synchronise()
+        self.parallel.barrier()
+        start = time.perf_counter()
+        for _ in range(count):
+            self._forward()
+        self._synchronise()
+        return 1e3 * (time.perf_counter() - start) / count
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":

@@ -62,7 +62,7 @@ class PrefillBatch:
     compress: dict[int, CompressPlan]  # by ratio, every ratio > 0 of the model
     max_visible: dict[int, int]  # by ratio, the largest number of entries any token of the step sees
     output_rows: torch.Tensor  # int64 [O], tokens whose logits are wanted
-    engram_rows: tuple[Any, ...]  # per engram layer, CPU int64 [T, rows per token], or a RowFetch that has them already
+    engram_rows: tuple[Any, ...]  # per engram layer, CPU int64 [T, rows per token], or the RowFetch that brings them (Model.prefetch)
     padding: torch.Tensor | None = None  # bool [T, 1], rows of a FixedBatch without a token; None: every row has one
 
 

@@ -16,7 +16,7 @@ from mini_deepinfer.weights import EngramTable, Weights
 class RowFetch:
     """Table rows of one step and one engram layer, on their way from the host to the device.
 
-    On a GPU a thread gathers the rows into pinned memory and a side stream copies them, while the layers before the engram
+    On a GPU a thread gathers the rows into pinned memory and a side stream copies them, while earlier layers or the step before
     run; `wait` makes the current stream wait for the copy. On the CPU the rows are gathered when they are asked for.
     """
 
@@ -97,7 +97,7 @@ class Engram:
         self.q_weight, self.k_weight = weights.tensors[f"{name}.q_weight"], weights.tensors[f"{name}.k_weight"]
 
     def prefetch(self, row_ids: tuple[torch.Tensor | RowFetch, ...], device: torch.device) -> RowFetch:
-        """Start fetching this layer's rows: row_ids of the batch, CPU int64 [T, rows] per engram layer (or fetched already)."""
+        """Start fetching this layer's rows, unless that was done: row_ids of the batch, CPU int64 [T, rows] per engram layer."""
         rows = row_ids[self.index]
         return rows if isinstance(rows, RowFetch) else RowFetch(self.table, rows, device)
 

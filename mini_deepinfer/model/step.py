@@ -10,7 +10,6 @@ import torch
 from mini_deepinfer.batch import PrefillBatch
 from mini_deepinfer.config import LayerPlan, ModelConfig
 from mini_deepinfer.kv_cache import Caches
-from mini_deepinfer.model.engram import RowFetch
 from mini_deepinfer.ops import attention, indexer
 
 Trace = Callable[[str, int, torch.Tensor], None]
@@ -37,7 +36,6 @@ class Step:
     counts: list[int]  # tokens of every expert-parallel rank
     trace: Trace | None = None
     rank: int = 0
-    engram_rows: dict[int, RowFetch] = field(default_factory=dict)  # by layer, on their way to the device
     selections: dict[int, Selection] = field(default_factory=dict)  # by index source layer
     candidates: torch.Tensor | None = None  # [T, C] blocks, from the candidate source; None: every entry is a candidate
     expanded: torch.Tensor | None = None  # rows of the latest KV owner, page by page of the page table; None: read its cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -118,7 +119,7 @@ class Block:
             step.record("streams", self.index, residual.streams())
         if self.engram is not None:
             with stage("engram"):
-                residual.replace(self.engram(residual.streams(), step.engram_rows[self.index]))
+                residual.replace(self.engram(residual.streams(), step.batch.engram_rows[self.engram.index]))
             step.record("engram_out", self.index, residual.streams())
         with stage("hc"):
             keep_x = self.attn.reads_x or step.trace is not None
@@ -172,6 +173,17 @@ class Model:
         self.head, self.norm = weights.tensors["head.weight"], weights.tensors["norm.weight"]
         self.blocks = [Block(config, profile, plan, weights, tables, parallel) for plan in config.layers]
 
+    def prefetch(self, batch: PrefillBatch) -> PrefillBatch:
+        """The batch with its engram rows on their way to the device, for one that is built while an earlier step runs.
+
+        `forward` starts what has not been started, but then the first engram layer may have to wait for its rows.
+        """
+        rows = list(batch.engram_rows)
+        for block in self.blocks:
+            if block.engram is not None:
+                rows[block.engram.index] = block.engram.prefetch(batch.engram_rows, self.device)
+        return dataclasses.replace(batch, engram_rows=tuple(rows))
+
     @torch.inference_mode()
     def forward(self, batch: PrefillBatch, trace: Trace | None = None) -> torch.Tensor:
         """Run one step, write its rows to the caches, and return float32 logits [O, V] of batch.output_rows.
@@ -184,13 +196,12 @@ class Model:
 
     def _forward(self, batch: PrefillBatch, trace: Trace | None) -> torch.Tensor:
         config = self.config
+        batch = self.prefetch(batch)
         step = Step(batch, self.caches, self.parallel.gather_counts(batch.num_tokens), trace, self.parallel.rank)
-        for block in self.blocks:
-            if block.engram is not None:
-                step.engram_rows[block.index] = block.engram.prefetch(batch.engram_rows, self.device)
         with stage("embed"):
-            embedded = self.embed[batch.token_ids].to(self.profile.compute_dtype)
-            streams = embedded[:, None].repeat(1, config.hc_mult, 1)
+            ids = batch.token_ids[:, None].expand(-1, config.hc_mult)  # every stream begins with the token's row
+            embedded = self.embed[ids.flatten()].to(self.profile.compute_dtype)
+            streams = embedded.view(*ids.shape, embedded.shape[1])
             pre = torch.zeros(batch.num_tokens, config.hc_mult, device=self.device)
             pre[:, 0] = 1.0
             residual = Residual(streams, pre)

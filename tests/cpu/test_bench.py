@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import bench_decode, bench_ops, bench_prefill, plot, prefill_job
+from bench import bench_decode, bench_ops, bench_prefill, plot, prefill_job, trace
 from bench.result import append_row, base_row, read_rows
 from bench.shapes import EP_RANKS, LOCAL_EXPERTS, LOCAL_ROWS, Case, strata_rows, uneven_offsets
 from bench.timing import summarise, time_paired
@@ -73,6 +73,36 @@ def test_rows_are_strict_json(tmp_path):
     path.write_text('{"a": NaN}\n')
     with pytest.raises(ValueError, match="NaN is not JSON"):
         read_rows(path)
+
+
+def device_event(start, duration, name, category="kernel"):
+    return {"cat": category, "ts": start, "dur": duration, "name": name}
+
+
+def test_gaps_are_time_in_which_no_stream_runs(tmp_path, capsys):
+    events = [
+        device_event(200.0, 10.0, "c"),
+        device_event(100.0, 50.0, "a"),
+        device_event(110.0, 20.0, "copy", "gpu_memcpy"),  # inside a, on another stream
+        device_event(155.0, 5.0, "a"),
+        device_event(0.0, 900.0, "launch", "cuda_runtime"),  # the host's
+        {"name": "no category"},
+    ]
+    times = trace.device_time(events)
+    assert (times.span_us, times.idle_us) == (110.0, 45.0)
+    assert times.gaps == [trace.Gap(5.0, 50.0, "a", "a"), trace.Gap(40.0, 60.0, "a", "c")]
+    assert times.kernels == {"a": (2, 55.0), "copy": (1, 20.0), "c": (1, 10.0)}
+    assert trace.device_time(events, skip=0.5).kernels == {"a": (1, 5.0), "c": (1, 10.0)}
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert trace.main([str(path), "--over-us", "10", "--kernels", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "idle 0.04 ms in 2 gaps; 1 gaps over 10 us" in lines[0] and len(lines) == 3
+    assert "40.0 us" in lines[1] and "a and c" in lines[1] and "2 x" in lines[2]
+    path.write_text("[]")
+    assert trace.main([str(path)]) == 2 and "no Chrome trace" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no kernel"):
+        trace.device_time([device_event(0.0, 1.0, "launch", "cuda_runtime")])
 
 
 def test_draws():
@@ -173,7 +203,7 @@ def test_bench_prefill(mode, folder, tmp_path, capsys):
     assert row["loopback"] == (mode == "loopback")
     assert row["parallel"].startswith("loopback EP4" if mode == "loopback" else "EP1/DP1")
     assert row["params"]["cached_fill"] == ("random" if mode == "loopback" else "prefill")
-    assert len(row["step_ms"]) == row["iters"] == 2 and len(row["rank_step_ms"]) == 1
+    assert len(row["step_ms"]) == row["iters"] == 2 and len(row["rank_step_ms"]) == 1 and row["chained_step_ms"] > 0
     assert row["chunk"] == (22 if mode == "workload" else 24)
     assert row["prefill_tok_per_s"] == pytest.approx(1e3 * row["chunk"] / row["latency_ms"]["median"])
     printed = capsys.readouterr()
@@ -181,7 +211,9 @@ def test_bench_prefill(mode, folder, tmp_path, capsys):
     if mode == "loopback":
         assert "loopback" in printed.out  # every row it prints says so
     if mode == "workload":
-        assert len(list((tmp_path / "traces").iterdir())) == 1
+        names = sorted(path.name for path in (tmp_path / "traces").iterdir())
+        assert len(names) == 2 and names[0].endswith("rank0-steady.json.gz") and names[1].endswith("rank0.json.gz")
+        assert trace.read_trace(tmp_path / "traces" / names[0])
 
 
 def test_workload_specs(tmp_path):
@@ -217,6 +249,7 @@ def test_bench_prefill_suite(folder, tmp_path, capsys, monkeypatch):
     for row in rows:
         assert set(row) >= STEP_FIELDS and len(row["step_ms"]) == row["iters"] == 2
         assert row["host_ms"]["build"] > 0 and row["host_ms"]["launch"] > 0
+    assert [row["chained_step_ms"] is not None for row in rows] == [True, False, False] * 4
     assert "baseline" not in rows[3] and rows[4]["baseline"]["latency_ms"] == rows[3]["latency_ms"]["median"]
     assert capsys.readouterr().out.count("ms/step") == 12
 

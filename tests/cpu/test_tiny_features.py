@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mini_deepinfer.model.engram import RowFetch
 from mini_deepinfer.tiny_checkpoint import preset_config, write_tiny_checkpoint
 from tests.golden import Runner
 
@@ -67,3 +68,18 @@ def test_weight_features_matter(runner, logits, change):
 
     runner.reload(edit_weights=edit)
     assert (runner.score(IDS) - logits).abs().max() > 100 * TOLERANCE
+
+
+def test_rows_fetched_ahead(runner):
+    """Model.prefetch starts every fetch once and changes nothing else of the batch; the model takes either form."""
+    runner.reload()
+    batch = runner.batch(IDS, 0, len(IDS))
+    ahead = runner.model.prefetch(batch)
+    assert len(ahead.engram_rows) == len(runner.config.engram_layer_ids) > 0
+    assert all(a is b for a, b in zip(runner.model.prefetch(ahead).engram_rows, ahead.engram_rows))
+    assert all(isinstance(rows, RowFetch) for rows in ahead.engram_rows)
+    assert dataclasses.replace(ahead, engram_rows=batch.engram_rows) == batch
+    runner.caches.poison()
+    got = runner.model.forward(ahead)
+    runner.caches.poison()
+    assert torch.equal(got, runner.model.forward(batch))

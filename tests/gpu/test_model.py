@@ -18,7 +18,7 @@ from mini_deepinfer.ops.moe import takes_packed_weights
 from mini_deepinfer.ops.packed_weight import PackedWeight
 from mini_deepinfer.parallel import Loopback
 from mini_deepinfer.tensor_table import expert_range
-from mini_deepinfer.weights import load_weights
+from mini_deepinfer.weights import EngramTable, load_weights
 from tests.golden import AQ_MEAN, BF16_MAX, BF16_MEAN, PROMPT_LENGTHS, TINY_A, Runner, golden
 
 pytestmark = pytest.mark.gpu
@@ -157,6 +157,20 @@ def test_no_host_synchronisation(cuda):
         run.model.forward(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_rows_fetched_a_step_ahead(cuda, monkeypatch):
+    """Bitwise; and the step finds them: nothing is left to gather."""
+    run = runner("cuda", batch_invariant=True)
+    expected = run.score(prompt(193), chunk=100)
+    run.caches.poison()
+    gathered = []
+    gather = EngramTable.gather
+    monkeypatch.setattr(EngramTable, "gather", lambda table, ids: gathered.append(len(ids)) or gather(table, ids))
+    first, second = (run.model.prefetch(run.batch(prompt(193), *span)) for span in ((0, 100), (100, 193)))
+    got = [run.model.forward(batch) for batch in (first, second)]
+    assert torch.equal(torch.cat(got).cpu(), expected)
+    assert len(gathered) == 2 * len(run.config.engram_layer_ids)
 
 
 @pytest.mark.parametrize("world", [2, 4])
