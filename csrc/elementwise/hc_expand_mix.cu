@@ -45,7 +45,7 @@ struct Divisor {
 
 // Block b with b % 2^stride_log2 == 0 makes coefficients while there are any left to make, so that they run
 // beside the rows from the first to the last wave; the other blocks norm and quantise rows, each group's last ones first:
-// those are still in L2. A group is what one block of the pass took; the last one may end early.
+// those are still in L2. A group is what the pass took in order; the last one may end early.
 template <int kStreams, int kParts, int kThreads>
 __global__ void __launch_bounds__(kFinishMaxThreads / kParts, kFinishWarps * 32 * kParts / kFinishMaxThreads)
 hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient_blocks, int stride_log2, Divisor groups,
@@ -66,9 +66,8 @@ hc_finish_kernel(HcMixParams mix, RowParams row, int num_slices, int coefficient
 }
 
 template <int kStreams, int kParts, int kThreads>
-void launch_finish(const HcExpandMixParams& p, const RowParams& row, int threads) {
-    const int rows = rows_per_block(threads);
-    const int group_tokens = pass_block_tiles(p.mix.num_tokens, p.mix.width) * kTileTokens, group_blocks = group_tokens / rows;
+void launch_finish(const HcExpandMixParams& p, const RowParams& row, int64_t group_tokens, int threads) {
+    const int rows = rows_per_block(threads), group_blocks = static_cast<int>(group_tokens / rows);
     const auto num_groups = static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, group_tokens));
     const auto coefficient_blocks = static_cast<int>(ceil_div<int64_t>(p.mix.num_tokens, threads * rows / 32 * kTokensPerWarp));
     const int num_blocks = coefficient_blocks + num_groups * group_blocks;
@@ -81,23 +80,23 @@ void launch_finish(const HcExpandMixParams& p, const RowParams& row, int threads
 }
 
 template <int kStreams>
-void launch_streams_finish(const HcExpandMixParams& p, const RowParams& row) {
+void launch_streams_finish(const HcExpandMixParams& p, const RowParams& row, int64_t group_tokens) {
     const int threads = row_threads<kFinishChunks>(row.width);
-    if (!row_threads_in_halves(threads)) return launch_finish<kStreams, 1, 0>(p, row, threads);
-    if (row.width == kKnownWidth) return launch_finish<kStreams, 2, kKnownThreads>(p, row, kKnownThreads);
-    launch_finish<kStreams, 2, 0>(p, row, threads / 2);
+    if (!row_threads_in_halves(threads)) return launch_finish<kStreams, 1, 0>(p, row, group_tokens, threads);
+    if (row.width == kKnownWidth) return launch_finish<kStreams, 2, kKnownThreads>(p, row, group_tokens, kKnownThreads);
+    launch_finish<kStreams, 2, 0>(p, row, group_tokens, threads / 2);
 }
 
 }  // namespace
 
-void launch_hc_finish(const HcExpandMixParams& p, const RowParams* row) {
+void launch_hc_finish(const HcExpandMixParams& p, const RowParams* row, int64_t group_tokens) {
     if (p.mix.num_tokens == 0) return;
     if (row == nullptr) return launch_hc_coefficients(p.mix);
     switch (p.mix.num_streams) {
-        case 1: return launch_streams_finish<1>(p, *row);
-        case 2: return launch_streams_finish<2>(p, *row);
-        case 3: return launch_streams_finish<3>(p, *row);
-        default: return launch_streams_finish<4>(p, *row);
+        case 1: return launch_streams_finish<1>(p, *row, group_tokens);
+        case 2: return launch_streams_finish<2>(p, *row, group_tokens);
+        case 3: return launch_streams_finish<3>(p, *row, group_tokens);
+        default: return launch_streams_finish<4>(p, *row, group_tokens);
     }
 }
 
@@ -108,7 +107,7 @@ void launch_hc_expand_mix(const HcExpandMixParams& p, const RowParams* row) {
         case 3: launch_hc_pass<3, true>("elementwise.hc_expand_mix", p); break;
         default: launch_hc_pass<4, true>("elementwise.hc_expand_mix", p);
     }
-    launch_hc_finish(p, row);
+    launch_hc_finish(p, row, static_cast<int64_t>(pass_block_tiles(p.mix.num_tokens, p.mix.width)) * kTileTokens);
 }
 
 }  // namespace mdi::elementwise

@@ -241,11 +241,11 @@ MDI_DEVICE void expand_columns(bf16* token, const float* coefficients, uint2 (&r
     *reinterpret_cast<uint2*>(token + kStreams * kRowStride) = pack(x);
 }
 
-// A warp's columns of a tile: expand, multiply, and leave its sums in `buffer`.
+// A warp's columns of a tile: expand, multiply, and leave its sums in `buffer`. thread: threadIdx.x, or thread_again().
 template <int kStreams, bool kExpand, class Layout>
-MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* buffer) {
+MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* buffer, int thread) {
     using T = PassTraits<kStreams, kExpand>;
-    const int thread = thread_again(), warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+    const int warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
     uint2 row[2][kStreams];  // tokens g and g + 8
     float* sums = buffer + warp * T::kWarpFloats + g * T::kSumPitch + 2 * t;
 #pragma unroll
@@ -269,10 +269,12 @@ MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* 
         square = warp_sum<4>(square);
         if (t == 0) sums[8 * r * T::kSumPitch + T::kRows] = square;
     }
+    // The same value, which the compiler does not know: else ptxas makes several copies of an operand, 69 moves a tile at n = 4.
+    const auto separate = [](uint32_t x) { return byte_select(x, x, 0x3210); };
     float sum[kNumPlanes][T::kColTiles][4] = {};  // independent chains: an mma waits for the one kNumPlanes * kColTiles before
 #pragma unroll
     for (int s = 0; s < kStreams; ++s) {
-        const uint32_t a[4] = {row[0][s].x, row[1][s].x, row[0][s].y, row[1][s].y};
+        const uint32_t a[4] = {separate(row[0][s].x), separate(row[1][s].x), separate(row[0][s].y), separate(row[1][s].y)};
 #pragma unroll
         for (int plane = 0; plane < kNumPlanes; ++plane)
 #pragma unroll
@@ -289,14 +291,14 @@ MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* 
     }
 }
 
-// A finished tile's sums over the warps, in order, to the partial sums.
+// A finished tile's sums over the warps, in order, to the partial sums of column slice `slice`.
 template <int kStreams, bool kExpand>
-MDI_DEVICE void add_warps(const HcMixParams& p, int thread, int tile, const float* buffer) {
+MDI_DEVICE void add_warps(const HcMixParams& p, int slice, int thread, int tile, const float* buffer) {
     using T = PassTraits<kStreams, kExpand>;
     constexpr int kPairs = T::kRows / 2, kSteps = kTileTokens * kPairs / kSumThreads;
     static_assert(kSteps * kSumThreads == kTileTokens * kPairs, "no summing thread idles");
     const int64_t first = static_cast<int64_t>(tile) * kTileTokens;
-    float* partial = p.partial + (static_cast<int64_t>(blockIdx.y) * p.num_tokens + first) * T::kPartial;
+    float* partial = p.partial + (static_cast<int64_t>(slice) * p.num_tokens + first) * T::kPartial;
     float2 sum[kSteps][kMixWarps];
     float square[kMixWarps];
 #pragma unroll
@@ -359,14 +361,14 @@ __global__ void __launch_bounds__(kMixThreads, 1) hc_pass_kernel(HcExpandMixPara
             // of the warps of a scheduler, some move while others multiply
             const bool move_first = thread_again() / 128 % 2 == 0;
             if (move_first) move_tiles(i);
-            compute_tile<kStreams, kExpand, Layout>(stage(i), fn, buffers + i % 2 * T::kBufferFloats);
+            compute_tile<kStreams, kExpand, Layout>(stage(i), fn, buffers + i % 2 * T::kBufferFloats, thread_again());
             if (!move_first) move_tiles(i);
         }
         __syncthreads();
         if constexpr (kExpand) store_tile<kStreams>(p, first_tile + count - 1, stage(count - 1));
         return;
     }
-    const int thread = static_cast<int>(threadIdx.x) - kCopyThreads;
+    const int thread = static_cast<int>(threadIdx.x) - kCopyThreads, slice = static_cast<int>(blockIdx.y);
     const auto coefficients = [&](int s) { return reinterpret_cast<float*>(stages + s * T::kStageBytes + T::kTileBytes); };
     int free = T::kAhead;  // stage
     if constexpr (kExpand) {
@@ -384,10 +386,10 @@ __global__ void __launch_bounds__(kMixThreads, 1) hc_pass_kernel(HcExpandMixPara
             ptx::cp_async_commit();
             free = free + 1 == T::kStages ? 0 : free + 1;
         }
-        if (i > 0) add_warps<kStreams, kExpand>(p.mix, thread, first_tile + i - 1, buffers + (i - 1) % 2 * T::kBufferFloats);
+        if (i > 0) add_warps<kStreams, kExpand>(p.mix, slice, thread, first_tile + i - 1, buffers + (i - 1) % 2 * T::kBufferFloats);
     }
     __syncthreads();
-    add_warps<kStreams, kExpand>(p.mix, thread, first_tile + count - 1, buffers + (count - 1) % 2 * T::kBufferFloats);
+    add_warps<kStreams, kExpand>(p.mix, slice, thread, first_tile + count - 1, buffers + (count - 1) % 2 * T::kBufferFloats);
 }
 
 // About one block a multiprocessor: blocks take as many tiles as that needs. Tiles are independent, so this choice does not
@@ -478,8 +480,9 @@ MDI_DEVICE void make_coefficients(const HcMixParams& p, int num_slices, int toke
     if (element < kStreams * kStreams) p.comb[at * kStreams + element] = comb;
 }
 
-// What follows the pass: the coefficients, and with row norm and quantisation of x (hc_expand_mix.cu).
-void launch_hc_finish(const HcExpandMixParams& p, const RowParams* row);
+// What follows the pass: the coefficients, and with row norm and quantisation of x (hc_expand_mix.cu). The pass worked through groups
+// of group_tokens tokens side by side, each in order; a multiple of kTileTokens.
+void launch_hc_finish(const HcExpandMixParams& p, const RowParams* row, int64_t group_tokens);
 
 // Adds the slices' partial sums and makes the coefficients (kernel 2 of hc_mix.cu).
 void launch_hc_coefficients(const HcMixParams& p);
