@@ -17,6 +17,11 @@ MDI_DEVICE void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+// mbarrier.inval.shared::cta.b64: the memory may be used for something else
+MDI_DEVICE void mbarrier_inval(uint32_t barrier) {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // fence.mbarrier_init.release.cluster: makes initialised barriers visible to the async proxy and to the cluster
 MDI_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
@@ -61,6 +66,18 @@ MDI_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     do {
         asm volatile(
             "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (done == 0);
+}
+
+// mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64: mbarrier_wait for what other blocks of the cluster have released
+MDI_DEVICE void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
             : "=r"(done)
             : "r"(barrier), "r"(parity)
             : "memory");
@@ -176,6 +193,13 @@ MDI_DEVICE void stmatrix_x4_trans(uint32_t smem, uint32_t r0, uint32_t r1, uint3
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1),
                  "r"(r2), "r"(r3)
                  : "memory");
+}
+
+// elect.sync: true in one lane of the warp
+MDI_DEVICE bool elect_one() {
+    uint32_t elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+    return elected != 0;
 }
 
 // %cluster_ctarank

@@ -11,6 +11,7 @@
 // The first product of a chain: pass `accumulate` as a runtime value (k > 0). A constant false followed by an rs form makes
 // ptxas add a fence of its own (C7519).
 // The e4m3 forms accumulate with reduced precision inside the tensor core: promote to fp32 registers every 128 of K.
+// e4m3 with A from registers: wgmma_e4m3_sm90.cuh.
 //
 // The register lists are macros because asm operands cannot be a template pack.
 #pragma once
@@ -171,26 +172,6 @@ MDI_DEVICE void wgmma_bf16_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64
         MDI_WGMMA_RS("m64n128k16", "bf16.bf16", 64, 64, 65, 66, 67, 68, 69, ", %70", MDI_COMMA "n"(kTransposeB));
     } else if constexpr (kN == 256) {
         MDI_WGMMA_RS("m64n256k16", "bf16.bf16", 128, 128, 129, 130, 131, 132, 133, ", %134", MDI_COMMA "n"(kTransposeB));
-    }
-#elif defined(__CUDA_ARCH__)
-    __trap();  // compiled for another architecture: name the file *_sm90.cu
-#endif
-}
-
-// wgmma.mma_async.sync.aligned.m64nNk32.f32.e4m3.e4m3: d = a * b (+ d when `accumulate`).
-// A from registers, B K-major.
-template <int kN>
-MDI_DEVICE void wgmma_e4m3_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t descriptor_b, bool accumulate) {
-    static_assert(kN == 32 || kN == 64 || kN == 128 || kN == 256, "wgmma: N is 32, 64, 128 or 256 here");
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if constexpr (kN == 32) {
-        MDI_WGMMA_RS("m64n32k32", "e4m3.e4m3", 16, 16, 17, 18, 19, 20, 21, "",);
-    } else if constexpr (kN == 64) {
-        MDI_WGMMA_RS("m64n64k32", "e4m3.e4m3", 32, 32, 33, 34, 35, 36, 37, "",);
-    } else if constexpr (kN == 128) {
-        MDI_WGMMA_RS("m64n128k32", "e4m3.e4m3", 64, 64, 65, 66, 67, 68, 69, "",);
-    } else if constexpr (kN == 256) {
-        MDI_WGMMA_RS("m64n256k32", "e4m3.e4m3", 128, 128, 129, 130, 131, 132, 133, "",);
     }
 #elif defined(__CUDA_ARCH__)
     __trap();  // compiled for another architecture: name the file *_sm90.cu

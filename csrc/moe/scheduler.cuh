@@ -6,8 +6,8 @@
 // at the same time share the expert's weight tile and a bounded set of rows in L2. An expert without rows has no tile:
 // its weights are never touched.
 //
-// kSorted: experts come in the order of their average rows per row tile, most first (ties: the lower id), and dealt() deals the
-// tiles to the blocks back and forth, so that every block gets about the same work without a shared counter.
+// kSorted: experts come in the order of their average rows per row tile, rounded up, most first (ties: the lower id), and
+// dealt() deals the tiles to the blocks back and forth, so that every block gets about the same work without a shared counter.
 #pragma once
 #include <cstdint>
 
@@ -41,7 +41,7 @@ struct TileScheduler {
     }
     static __device__ int average_rows(const int* __restrict__ offsets, int e) {
         const int tiles = num_row_tiles(offsets, e);
-        return tiles ? (offsets[e + 1] - offsets[e]) / tiles : 0;
+        return tiles ? ceil_div(offsets[e + 1] - offsets[e], tiles) : 0;
     }
     static __device__ int expert(const Storage& storage, int place) { return kSorted ? storage.order[place] : place; }
 

@@ -164,6 +164,23 @@ def test_grouped_gemm_rows_are_independent(cuda: torch.device, impl: str) -> Non
         assert_bitwise(part, whole[begin:end], f"rows {begin}..{end}")
 
 
+@pytest.mark.parametrize("k, o", [(128, 512), (416, 288), (640, 512), (1280, 512)])
+def test_grouped_gemm_every_width(cuda: torch.device, impl: str, k: int, o: int) -> None:
+    """150 experts of 1 to 299 rows and two of many, all with one weight: every width of a tile, and blocks that meet several layouts of
+    their shared memory. The bits are those of one expert that has all rows."""
+    sizes = torch.cat([torch.arange(1, 300, 2), torch.tensor([577, 900])])
+    counts = sizes[torch.randperm(len(sizes), generator=generator(k))].tolist()
+    a, a_scale = fp8_activation(generator(o), sum(counts), k)
+    weight, weight_scale = fp4_weight(generator(k + o), 1, o, k, scale=0.02)
+    rows, w = [a.to(cuda), a_scale.to(cuda)], [weight.to(cuda), weight_scale.to(cuda)]
+    one = offsets_of([sum(counts)]).to(cuda)
+    wanted = moe.grouped_gemm(*rows, *w, one, impl=impl)
+    compare(wanted, moe.grouped_gemm(*rows, *w, one, impl="reference"), what="one expert")
+    many = [t.repeat(len(counts), 1, 1) for t in w] + [offsets_of(counts).to(cuda)]
+    for run in range(3):
+        assert_bitwise(moe.grouped_gemm(*rows, *many, impl=impl), wanted, f"many experts, run {run}")
+
+
 def test_grouped_gemm_unused_expert_may_be_nan(cuda: torch.device, impl: str) -> None:
     g = generator(12)
     a, a_scale = fp8_activation(g, 70, 128)
