@@ -62,10 +62,11 @@ namespace mdi {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor), "r"(static_cast<uint32_t>(accumulate)))
 #endif
 
-// wgmma.mma_async.sync.aligned.m64nNk32.f32.e4m3.e4m3: d = a * b (+ d when `accumulate`). B K-major.
-template <int kN>
-MDI_DEVICE void wgmma_e4m3_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t descriptor, bool accumulate) {
+// wgmma.mma_async.sync.aligned.m64nNk32.f32.e4m3.e4m3: d = a * b (+ d when `accumulate`), d the first kN / 2 registers. B K-major.
+template <int kN, int kSize>
+MDI_DEVICE void wgmma_e4m3_rs(float (&d)[kSize], const uint32_t (&a)[4], uint64_t descriptor, bool accumulate) {
     static_assert(kN == 16 || kN == 32 || (kN >= 48 && kN <= 176 && kN % 8 == 0), "wgmma: N is 16, 32 or 48, 56 .. 176 here");
+    static_assert(kN / 2 <= kSize, "wgmma: d is too short");
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     MDI_E4M3_RS(16, 8, 8, 9, 10, 11, 12, 13);
     MDI_E4M3_RS(32, 16, 16, 17, 18, 19, 20, 21);

@@ -58,21 +58,13 @@ struct Stage {
     uint64_t full, empty;
 };
 
-// A tile's rows are multiplied in this many chains of wgmma, one after the other.
-constexpr int chains_of(int width) {
-    return width <= 176 ? 1 : width <= 224 ? 2 : width == 240 || width == 264 ? 3 : width == 280 ? 5 : 4;
-}
-constexpr int chain_rows(int width) { return width / chains_of(width); }
+// A tile's rows are multiplied in this many chains of wgmma, one after the other: the fewest that leave enough registers.
+constexpr int chains_of(int width) { return width <= 176 ? 1 : width <= 240 ? 2 : width <= 272 ? 3 : 4; }
+constexpr int chain_rows(int width) { return align_up(ceil_div(width, chains_of(width)), 8); }  // in the last chain maybe fewer
 
-// The widths of tiles: 16, 32 .. 80, 88 .. 176, 192 .. 256, 264, 280, 288
-constexpr int width_of(int rows) {
-    if (rows > 256) return rows <= 264 ? 264 : rows <= 280 ? 280 : 288;
-    return align_up(rows, rows > 80 && rows <= 176 ? 8 : 16);
-}
-constexpr int width_below(int width) {
-    if (width > 256) return width > 280 ? 280 : width > 264 ? 264 : 256;
-    return width - (width > 80 && width <= 176 ? 8 : 16);
-}
+// The widths of tiles: multiples of 16 up to 80, of 8 up to 288
+constexpr int width_of(int rows) { return align_up(rows, rows > 80 ? 8 : 16); }
+constexpr int width_below(int width) { return width - (width > 80 ? 8 : 16); }
 
 // Tiles of this many rows and fewer, down to the next cut, have the ring cut this way.
 constexpr int most_rows(int cut) {

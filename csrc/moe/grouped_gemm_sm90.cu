@@ -13,7 +13,7 @@
 //                the scale of each group of 32 columns is below the largest of its row of weights
 //   warp 1       the tiles of the next rounds, with their scales: searching is done by nobody who is waited for
 //   warps 2, 3   finished rows of a warpgroup each, from shared memory to global, beside the next tile's products
-//   warpgroups 1, 2 (64 columns each)   per stage, for each of the one to five chains that the tile's rows are cut into:
+//   warpgroups 1, 2 (64 columns each)   per stage, for each of the one to four chains that the tile's rows are cut into:
 //     issue four wgmma m64nNk32 on the fragments of this stage; while they run, expand the next stage's weights into the
 //     other set of fragments (during a tile's last stage those of the next tile's first) and read what the ones after that
 //     are expanded from; then add the tensor core's sums, which have about 14 bits, to fp32 sums (promotion every 128).
@@ -24,12 +24,11 @@
 // in the fourth quarter and every other instruction adds a cycle. Why three quarters is a guess: a wgmma that reads its
 // accumulators may keep other instructions from the register file, and the first of a chain of four reads none.
 // The design follows the rule: wide tiles (expansion and loop cost the same for any number of rows: 256 rows in one tile of
-// four chains take 10 % less time than in two of 128), two steps for each turn of the loop, everything of a stage at one
+// three chains take 11 % less time than in two of 128), few chains (each costs twelve instructions), two steps for each turn of the loop, everything of a stage at one
 // address, no turns and no barriers between the warpgroups, a producer whose loop is 37 instructions (65 were 2 to 3 %
 // slower), and what can be computed once at the load is not computed here (seven instructions expand eight weights; with the
 // signs where the checkpoint has them it takes nine, and the shifts took three warps). Registers set the limit of the width:
 // 288 rows in four chains are 144 fp32 sums, 36 of the tensor core and 32 of fragments; one chain of 176 rows 88, 88 and 32.
-// Chains of a tile are equally long: unequal ones spill.
 //
 // A stage holds the rows of the widest tile that the ring is cut for, so that narrow tiles, which are done with a stage soon,
 // have more of them: 4 of 288 rows, 5 of 224, 6 of 176, 7 of 144, 9 of 80, 14 of 32 (with five for all, 32 rows an expert
@@ -204,7 +203,7 @@ struct Consumer {
     __device__ __forceinline__ void run_chain(bool never, const Lane& lane, uint64_t descriptor, uint32_t (&a)[4][4],
                                               uint32_t (&b)[4][4], RawWeights& raw, float (&part)[chain_rows(kWidth) / 2],
                                               float (&sums)[kWidth / 2]) {
-        constexpr int kN = chain_rows(kWidth), kBegin = kChain * kN;
+        constexpr int kBegin = kChain * chain_rows(kWidth), kN = min_of(chain_rows(kWidth), kWidth - kBegin);
         constexpr bool kLast = kChain == chains_of(kWidth) - 1;
         wgmma_fence();
 #pragma unroll
@@ -235,7 +234,11 @@ struct Consumer {
         fence_registers(part);
         if (kLast && thread % 32 < kCluster) ptx::mbarrier_arrive_remote_read(lane.empty + now);  // done with the stage, in both blocks
 #pragma unroll
-        for (int i = 0; i < kN / 2; ++i) sums[kBegin / 2 + i] += part[i];
+        for (int i = 0; i < kN / 2; ++i) {
+            sums[kBegin / 2 + i] += part[i];
+            // here: with additions put off until the next chain overwrites `part`, ptxas runs out of registers
+            if constexpr (chains_of(kWidth) > 1) asm volatile("" : "+f"(sums[kBegin / 2 + i]));
+        }
     }
 
     // One step. `raw` holds the next step's row 0 at the beginning and the one after the next's at the end.
@@ -248,7 +251,6 @@ struct Consumer {
         if constexpr (kChains > 1) run_chain<kWidth, 1>(never, lane, descriptor, a, b, raw, part, sums);
         if constexpr (kChains > 2) run_chain<kWidth, 2>(never, lane, descriptor, a, b, raw, part, sums);
         if constexpr (kChains > 3) run_chain<kWidth, 3>(never, lane, descriptor, a, b, raw, part, sums);
-        if constexpr (kChains > 4) run_chain<kWidth, 4>(never, lane, descriptor, a, b, raw, part, sums);
         advance<kCut>();
     }
 
