@@ -40,15 +40,15 @@ def _fp4(experts: int, outputs: int, columns: int, g: torch.Generator, device: t
     return torch.stack(packed), torch.stack(scale)
 
 
-def _make_gemm(columns: int, outputs: int, tokens: int | None) -> Any:
-    """Uneven rows over the local experts; with `tokens`, rows are gathered out of that many token rows."""
+def _make_gemm(columns: int, outputs: int, tokens: int | None, spread: float = 0.5) -> Any:
+    """Rows over the local experts as uneven_offsets draws them; with `tokens`, rows are gathered out of that many token rows."""
 
     def make(device: torch.device) -> dict[str, Any]:
         g = _generator(device, columns)
         rows = tokens or LOCAL_ROWS
         codes, scale = nf.quant_fp8_ue8m0(torch.randn(rows, columns, generator=g, device=device))
         weight, weight_scale = _fp4(LOCAL_EXPERTS, outputs, columns, g, device)
-        offsets = uneven_offsets(LOCAL_EXPERTS, LOCAL_ROWS, torch.Generator().manual_seed(0)).to(device)
+        offsets = uneven_offsets(LOCAL_EXPERTS, LOCAL_ROWS, torch.Generator().manual_seed(0), spread=spread).to(device)
         a_rows = None
         if tokens:
             a_rows = torch.randint(tokens, (LOCAL_ROWS,), generator=g, device=device, dtype=torch.int32)
@@ -81,14 +81,14 @@ def _check_gemm(inputs: dict[str, Any], out: torch.Tensor) -> float:
     return _relative(out, _run_gemm({**inputs, "out": None}, "reference"), 2**-7)  # two roundings may differ by one ulp
 
 
-def _gemm(name: str, columns: int, outputs: int, tokens: int | None) -> Case:
+def _gemm(name: str, columns: int, outputs: int, tokens: int | None, spread: float = 0.5) -> Case:
     weight_bytes = LOCAL_EXPERTS * outputs * columns * 17 // 32
     activation_bytes = LOCAL_ROWS * columns * 33 // 32
     return Case(
         op="moe.grouped_gemm",
         name=name,
-        params={"rows": LOCAL_ROWS, "experts": LOCAL_EXPERTS, "k": columns, "o": outputs, "uneven": True, "gather": bool(tokens)},
-        make=_make_gemm(columns, outputs, tokens),
+        params={"rows": LOCAL_ROWS, "experts": LOCAL_EXPERTS, "k": columns, "o": outputs, "uneven": spread > 0, "gather": bool(tokens)},
+        make=_make_gemm(columns, outputs, tokens, spread),
         run=_run_gemm,
         check=_check_gemm,
         flops=2.0 * LOCAL_ROWS * columns * outputs,
@@ -198,6 +198,8 @@ CASES: list[Case] = [
     ),
     _gemm("up", N, 2 * F, ALL_TOKENS),
     _gemm("down", F, N, None),
+    _gemm("up_even", N, 2 * F, ALL_TOKENS, spread=0.0),  # as a router without favourites spreads a step
+    _gemm("down_even", F, N, None, spread=0.0),
     Case(
         "moe.route", "step", {"tokens": STEP_TOKENS, "hidden": N, "experts": E, "k": K}, _make_route, _run_route,
         _check_route, 2.0 * STEP_TOKENS * N * E, 2.0 * N * (STEP_TOKENS + E), IMPLEMENTATIONS["moe.route"],

@@ -59,9 +59,9 @@ def strata_rows(num_tokens: int, num_picks: int, num_rows: int, generator: torch
     return (own + torch.arange(num_picks) * width).to(torch.int32)
 
 
-def uneven_offsets(num_experts: int, num_rows: int, generator: torch.Generator) -> torch.Tensor:
-    """int32 [E + 1]: num_rows drawn multinomially over experts with probabilities softmax(0.5 * N(0, 1))."""
-    weights = torch.softmax(0.5 * torch.randn(num_experts, generator=generator), 0)
+def uneven_offsets(num_experts: int, num_rows: int, generator: torch.Generator, *, spread: float = 0.5) -> torch.Tensor:
+    """int32 [E + 1]: num_rows drawn multinomially over experts with probabilities softmax(spread * N(0, 1)); 0: equal ones."""
+    weights = torch.softmax(spread * torch.randn(num_experts, generator=generator), 0)
     picks = torch.multinomial(weights, num_rows, replacement=True, generator=generator)
     offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
     offsets[1:] = torch.bincount(picks, minlength=num_experts).cumsum(0)

@@ -115,6 +115,8 @@ def test_draws():
     offsets = uneven_offsets(LOCAL_EXPERTS, LOCAL_ROWS, generator)
     assert offsets[0] == 0 and offsets[-1] == LOCAL_ROWS == 24_576 and LOCAL_EXPERTS * EP_RANKS == 384
     assert bool((offsets.diff() > 0).all()) and offsets.diff().max() > 2 * LOCAL_ROWS / LOCAL_EXPERTS
+    even = uneven_offsets(LOCAL_EXPERTS, LOCAL_ROWS, generator, spread=0.0)
+    assert even[-1] == LOCAL_ROWS and even.diff().min() > 180 and even.diff().max() < 340  # 256 +- 16
     with pytest.raises(ValueError, match="at least one row per pick"):
         strata_rows(1, 32, 16, generator)
 
