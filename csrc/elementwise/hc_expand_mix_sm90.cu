@@ -52,9 +52,11 @@ struct PassMaps {
 // What this block takes: tile(0), tile(1), ... tile(count - 1) of a column slice.
 struct Share {
     int slice, count;
-    MDI_DEVICE explicit Share(int64_t num_tokens)
-        : slice(static_cast<int>(blockIdx.x)),
-          count(ceil_div(static_cast<int>(ceil_div<int64_t>(num_tokens, kTileTokens)) - static_cast<int>(blockIdx.y), static_cast<int>(gridDim.y))) {}
+    MDI_DEVICE explicit Share(int64_t num_tokens) {
+        const int tiles = static_cast<int>(ceil_div<int64_t>(num_tokens, kTileTokens));
+        slice = static_cast<int>(blockIdx.x);
+        count = ceil_div(tiles - static_cast<int>(blockIdx.y), static_cast<int>(gridDim.y));
+    }
     MDI_DEVICE int tile(int i) const { return static_cast<int>(blockIdx.y) + i * static_cast<int>(gridDim.y); }
 };
 

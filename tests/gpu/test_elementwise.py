@@ -451,7 +451,7 @@ def collapse(streams: Tensor, pre: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("tokens, width", [(1, 64), (31, 256), (33, 8), (17, 328), (129, 5120), (2309, 1280)])
+@pytest.mark.parametrize("tokens, width", [(1, 64), (31, 256), (33, 8), (17, 328), (129, 5120), (1000, 5120), (2309, 1280)])
 def test_hc_expand_mix_is_the_composition(cuda: torch.device, n: int, tokens: int, width: int) -> None:
     g = generator(n * width)
     inputs = mix_inputs(tokens, n, width)
