@@ -24,11 +24,12 @@
 // in the fourth quarter and every other instruction adds a cycle. Why three quarters is a guess: a wgmma that reads its
 // accumulators may keep other instructions from the register file, and the first of a chain of four reads none.
 // The design follows the rule: wide tiles (expansion and loop cost the same for any number of rows: 256 rows in one tile of
-// three chains take 11 % less time than in two of 128), few chains (each costs twelve instructions), two steps for each turn of the loop, everything of a stage at one
-// address, no turns and no barriers between the warpgroups, a producer whose loop is 37 instructions (65 were 2 to 3 %
-// slower), and what can be computed once at the load is not computed here (seven instructions expand eight weights; with the
-// signs where the checkpoint has them it takes nine, and the shifts took three warps). Registers set the limit of the width:
-// 288 rows in four chains are 144 fp32 sums, 36 of the tensor core and 32 of fragments; one chain of 176 rows 88, 88 and 32.
+// three chains take 11 % less time than in two of 128), few chains (each costs ten instructions a step), two steps for each
+// turn of the loop, everything of a stage at one address, no turns and no barriers between the warpgroups, a producer whose
+// loop is 37 instructions (65 were 2 to 3 % slower), and what can be computed once at the load is not computed here (seven
+// instructions expand eight weights; with the signs where the checkpoint has them it takes nine, and the shifts took three
+// warps). Registers set the limit of the width: 288 rows in four chains are 144 fp32 sums, 36 of the tensor core and 32 of
+// fragments; one chain of 176 rows 88, 88 and 32.
 //
 // A stage holds the rows of the widest tile that the ring is cut for, so that narrow tiles, which are done with a stage soon,
 // have more of them: 4 of 288 rows, 5 of 224, 6 of 176, 7 of 144, 9 of 80, 14 of 32 (with five for all, 32 rows an expert
