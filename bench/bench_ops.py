@@ -3,12 +3,15 @@
 
 Loads ``bench/cases_*.py``. For every case all implementations are timed in turns in the same run; each gets a line with
 the floor (peak rates of the datasheet) beside it, and a row in --result-filename. With --check every implementation is
-compared with the reference first, and one that fails is not timed. Exit status 1 if a check failed or a case raised.
+compared with the reference first, and one that fails is not timed. --energy adds a long run of each implementation and the
+energy of a call in it: a step that runs at the GPU's power limit takes as long as the energy of its calls. Exit status 1 if a
+check failed or a case raised.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import sys
 import traceback
@@ -21,7 +24,7 @@ import torch
 
 from bench.result import append_row, base_row
 from bench.shapes import Case
-from bench.timing import Latency, time_paired
+from bench.timing import Energy, Latency, energy_counter, measure_energy, time_paired
 from mini_deepinfer.report import build_line, show, table
 
 # Dense datasheet peaks: TFLOP/s by operand format, and TB/s.
@@ -73,12 +76,16 @@ def run_case(case: Case, impls: list[str], device: torch.device, args: argparse.
             except Exception as error:
                 failures.append(f"{case.op} {case.name} {impl}: {error}")
         impls = [impl for impl in impls if impl in errors]
-    if args.check_only or not impls:
-        latencies: dict[str, Latency] = {}
-    else:
-        runs = {impl: (lambda impl=impl: case.run(inputs, impl)) for impl in impls}
+    runs = {impl: (lambda impl=impl: case.run(inputs, impl)) for impl in impls}
+    latencies: dict[str, Latency] = {}
+    if runs and not args.check_only:
         latencies = time_paired(runs, device, warmup=args.num_iters_warmup, iters=args.num_iters)
     rows = [_row(case, impl, latencies, errors, device, args.run_name) for impl in latencies]
+    if args.energy:
+        counter = energy_counter(device)
+        for row in rows:
+            energy = measure_energy(runs[row["impl"]], counter, lambda: torch.cuda.synchronize(device))
+            row["energy"] = dataclasses.asdict(energy)
     if args.check_only:
         for impl in impls:
             show(f"checked {case.op} {case.name} {impl}: max error {errors[impl]:.3e}")
@@ -145,6 +152,11 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         )
     header = ["op", "impl", "median ms", "p10", "p90", "floor", "% peak", "TFLOP/s", "GB/s", "against", "max error"]
     show(table(header, lines))
+    hot = [row for row in rows if "energy" in row]
+    if hot:
+        energies = [(row, Energy(**row["energy"])) for row in hot]
+        lines = [[f"{row['op']} {row['name']}", row["impl"], f"{e.ms:.4f}", f"{1e3 * e.joule:.1f}", f"{e.watt:.0f}"] for row, e in energies]
+        show(table(["op, long run", "impl", "ms", "mJ a call", "W"], lines))
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -154,6 +166,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--impl", action="append", help="only these implementations; repeatable")
     parser.add_argument("--check", action="store_true", help="compare with the reference before timing")
     parser.add_argument("--check-only", action="store_true", help="compare, do not time")
+    parser.add_argument("--energy", action="store_true", help="also the energy of a call in a run of over a second (needs nvidia-ml-py)")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--num-iters", type=int, default=30)
@@ -183,6 +196,12 @@ def main(argv: list[str] | None = None) -> int:
         show("bench_ops: no GPU; --device cpu runs the reference implementations")
         return 2
     device = torch.device(args.device)
+    if args.energy:
+        try:
+            energy_counter(device)
+        except RuntimeError as error:
+            show(f"bench_ops: --energy: {error}")
+            return 2
     show(build_line(device))
     rows: list[dict[str, Any]] = []
     failed = 0

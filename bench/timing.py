@@ -65,6 +65,60 @@ def time_paired(
     return {name: summarise(times) for name, times in samples.items()}
 
 
+@dataclass(frozen=True)
+class Energy:
+    """What a call costs in a long run, when the GPU has become hot and its power limit holds: milliseconds, joules, mean watts."""
+
+    ms: float
+    joule: float
+    watt: float
+
+
+def measure_energy(
+    run: Callable[[], Any], read_joule: Callable[[], float], synchronise: Callable[[], Any], *, seconds: float = 1.2
+) -> Energy:
+    """Repeat `run` for about `seconds` after a third of that as warm-up. read_joule: a counter of the GPU's energy.
+
+    L2 is not flushed. NVML's counter moves in steps of up to a tenth of a second, so short runs say little.
+    """
+    if seconds <= 0:
+        raise ValueError(f"timing: need seconds > 0, got {seconds}")
+    run()
+    synchronise()
+    start, probes = time.perf_counter(), 3
+    for _ in range(probes):
+        run()
+    synchronise()
+    calls_per_s = probes / max(time.perf_counter() - start, 1e-6)
+    for _ in range(max(1, round(seconds / 3 * calls_per_s))):
+        run()
+    synchronise()
+    calls = max(1, round(seconds * calls_per_s))
+    before, start = read_joule(), time.perf_counter()
+    for _ in range(calls):
+        run()
+    synchronise()
+    spent_s, joule = time.perf_counter() - start, read_joule() - before
+    return Energy(1e3 * spent_s / calls, joule / calls, joule / spent_s)
+
+
+def energy_counter(device: torch.device) -> Callable[[], float]:
+    """Reads the joules that this GPU has used, from NVML. RuntimeError without a GPU or the package nvidia-ml-py (extra "energy")."""
+    if device.type != "cuda":
+        raise RuntimeError("energy is measured on GPUs only")
+    try:
+        import pynvml
+    except ImportError:
+        raise RuntimeError("the energy counter needs nvidia-ml-py: pip install 'mini-deepinfer[energy]'") from None
+    pynvml.nvmlInit()
+    wanted = str(torch.cuda.get_device_properties(device).uuid)
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        if wanted in str(pynvml.nvmlDeviceGetUUID(handle)):
+            return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+    raise RuntimeError(f"NVML knows no GPU with the UUID {wanted}")
+
+
 def _time_on_cpu(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()

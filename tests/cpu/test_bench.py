@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import bench_decode, bench_ops, bench_prefill, plot, prefill_job, trace
+from bench import bench_decode, bench_ops, bench_prefill, plot, prefill_job, timing, trace
 from bench.result import append_row, base_row, read_rows
 from bench.shapes import EP_RANKS, LOCAL_EXPERTS, LOCAL_ROWS, Case, strata_rows, uneven_offsets
 from bench.timing import summarise, time_paired
@@ -58,6 +58,27 @@ def test_pairs_are_timed_in_turns():
     assert calls[2:24] == ["a"] * 10 + ["b"] * 10 + ["a"] * 2
     with pytest.raises(ValueError, match="iters >= 1"):
         time_paired(runs, "cpu", iters=0)
+
+
+def test_energy_is_that_of_the_counted_calls(monkeypatch):
+    clock = {"s": 0.0, "joule": 100.0, "calls": 0}
+
+    def run():
+        clock["calls"] += 1
+        clock["s"] += 0.01
+        clock["joule"] += 5.0
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock["s"])
+    energy = timing.measure_energy(run, lambda: clock["joule"], lambda: None, seconds=1.2)
+    assert (energy.ms, energy.joule, energy.watt) == (pytest.approx(10.0), pytest.approx(5.0), pytest.approx(500.0))
+    assert clock["calls"] == 1 + 3 + 40 + 120
+    with pytest.raises(ValueError, match="seconds > 0"):
+        timing.measure_energy(run, lambda: 0.0, lambda: None, seconds=0.0)
+
+
+def test_energy_needs_a_gpu(capsys):
+    assert bench_ops.main(["--device", "cpu", "--op", "elementwise.rmsnorm", "--energy"]) == 2
+    assert "energy is measured on GPUs only" in capsys.readouterr().err
 
 
 def test_rows_are_strict_json(tmp_path):
