@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(max(5.0, 1.6 * len(rows) + 2), 5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(max(5.0, 1.9 * len(rows) + 2), 5), layout="constrained")
     (draw_stages if args.kind == "stages" else draw_lengths)(rows, axes)
     figure.savefig(args.output, dpi=150)
     return 0
