@@ -30,7 +30,7 @@ import resource
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -195,19 +195,27 @@ def run_turn(run: Run, job: PrefillJob, state: SavedState, num_warmup: int, num_
 
 
 def time_stages(run: Run, job: PrefillJob, state: SavedState, folder: Path | None, suffix: str) -> None:
-    """A few more steps under the stage timers, and the profiler if there is a folder for its traces."""
-    run.timer = StageTimer(job.device, annotate=folder is not None)
+    """A few more steps under the stage timers. With a folder the same once more for a trace: the profiler would slow the timed ones."""
     received_before = job.parallel.received_bytes.copy()
-    with profiled(folder, job, suffix) if folder else nullcontext():
-        for _ in range(NUM_STAGE_STEPS):
-            job.restore(state)
-            job.parallel.barrier()
-            with run.timer.step():
-                ids = job.step()
-            if run.ids is None or not torch.equal(ids, run.ids):
-                raise RuntimeError(f"bench_prefill: the same step sampled {ids.tolist()} under the timers, not {run.ids}")
+    run.timer = stage_steps(run, job, state, annotate=False)
     received = {name: (n - received_before[name]) / NUM_STAGE_STEPS for name, n in job.parallel.received_bytes.items()}
     run.exchange = exchange_times(run.timer.stages_ms(), run.timer.beside_ms(), received)
+    if folder is not None:
+        with profiled(folder, job, suffix):
+            stage_steps(run, job, state, annotate=True)
+
+
+def stage_steps(run: Run, job: PrefillJob, state: SavedState, *, annotate: bool) -> StageTimer:
+    """Steps under a new timer, which it returns. annotate: with the stages as ranges of the profiler."""
+    timer = StageTimer(job.device, annotate=annotate)
+    for _ in range(NUM_STAGE_STEPS):
+        job.restore(state)
+        job.parallel.barrier()
+        with timer.step():
+            ids = job.step()
+        if run.ids is None or not torch.equal(ids, run.ids):
+            raise RuntimeError(f"bench_prefill: the same step sampled {ids.tolist()} under the timers, not {run.ids}")
+    return timer
 
 
 def profile_chain(job: PrefillJob, state: SavedState, folder: Path) -> None:
