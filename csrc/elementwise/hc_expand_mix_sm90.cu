@@ -3,8 +3,8 @@
 // also copy, and all of them meet at a barrier a tile. Here a warp waits for a tile's bytes, works in place and goes on.
 //
 // Grid (column slices, token blocks), one persistent block a multiprocessor; of g token blocks, block b takes tiles b, b + g, ... At any
-// time all blocks then work on neighbouring rows and columns of memory, which moves faster (H200: 8 us at T = 4096), and so do four tiles
-// in flight instead of seven (5 us; with three the multiplying warps wait). 384 threads:
+// time all blocks then work on neighbouring rows and columns of memory, which moves faster (H200: 7 us at T = 4096), and so do four tiles
+// in flight instead of seven (4 us; with three the multiplying warps wait). 384 threads:
 //   warps 0..9   16 columns of all n streams each; their part of fn, split in three bf16 planes, stays in registers
 //   warp 10      TMA in and out (one lane) and the coefficients of a tile's tokens (all lanes)
 //   warp 11      adds the warps' sums of a tile, in order, to the partial sums

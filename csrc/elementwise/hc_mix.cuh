@@ -269,7 +269,7 @@ MDI_DEVICE void compute_tile(char* stage, const Fragments<kStreams>& fn, float* 
         square = warp_sum<4>(square);
         if (t == 0) sums[8 * r * T::kSumPitch + T::kRows] = square;
     }
-    // The same value, which the compiler does not know: else ptxas makes several copies of an operand, 69 moves a tile at n = 4.
+    // The same value, which the compiler does not know: else ptxas copies an operand several times, 66 moves a tile at n = 4.
     const auto separate = [](uint32_t x) { return byte_select(x, x, 0x3210); };
     float sum[kNumPlanes][T::kColTiles][4] = {};  // independent chains: an mma waits for the one kNumPlanes * kColTiles before
 #pragma unroll
