@@ -12,7 +12,7 @@ computes the next --prefill_batch_size tokens through all layers and samples one
 back, so that each step is the same work. Ten steps are measured after warm-up (the first sample is dropped), then as many
 that follow each other without a pause, as the chunks of one prompt do ("chained"), then two under the stage timers. A step of
 several ranks takes as long as its slowest rank. Cached tokens, loading and filling the caches never count. --profile writes
-two traces: "-steady" of chained steps (bench/trace.py lists its gaps and kernels), and one with the stages as ranges, whose
+two traces: "-steady" of chained steps (bench/device_trace.py lists its gaps and kernels), and one with the stages as ranges, whose
 host side is slower than a step's own.
 
 --workload and --suite measure other requests instead, several in one process: the weights are loaded once. --ablate runs
@@ -39,13 +39,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from bench.device_trace import profile_chain, profiled
 from bench.exchange import describe_exchange, exchange_times, serial_steps
 from bench.options import add_run_options, parse_run_options
 from bench.prefill_job import Loaded, PrefillJob, SavedState, read_config
 from bench.result import append_row, base_row, result_line
 from bench.timing import summarise
-from bench.trace import describe as describe_device
-from bench.trace import device_time, read_trace
 from bench.workload import SUITES, Workload, parse_workload, single_request
 from mini_deepinfer.config import check_environment
 from mini_deepinfer.ops._dispatch import check_device, select
@@ -132,20 +131,6 @@ def implementations(ablation: str) -> Iterator[str]:
         os.environ["MDI_OPS"] = before
 
 
-@contextmanager
-def profiled(folder: Path, job: PrefillJob, suffix: str, *, host: bool = True) -> Iterator[Path]:
-    """The torch profiler around a block; writes one trace for this rank, to the path it yields. host False: of the GPU alone."""
-    from torch.profiler import ProfilerActivity, profile
-
-    on_gpu = job.device.type == "cuda"
-    activities = [ProfilerActivity.CPU] * (host or not on_gpu) + [ProfilerActivity.CUDA] * on_gpu
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"prefill-ctx{job.workload.context_len}-new{job.workload.new_tokens}-rank{job.parallel.rank}{suffix}.json.gz"
-    with profile(activities=activities) as profiler:
-        yield folder / name
-    profiler.export_chrome_trace(str(folder / name))
-
-
 def peak_gib(device: torch.device) -> float:
     """Peak of the device's allocator since its last reset; on the CPU the peak of the process."""
     if device.type == "cuda":
@@ -216,17 +201,6 @@ def stage_steps(run: Run, job: PrefillJob, state: SavedState, *, annotate: bool)
         if run.ids is None or not torch.equal(ids, run.ids):
             raise RuntimeError(f"bench_prefill: the same step sampled {ids.tolist()} under the timers, not {run.ids}")
     return timer
-
-
-def profile_chain(job: PrefillJob, state: SavedState, folder: Path) -> None:
-    """A trace of a few chained steps; on a GPU without the host's side, which would slow the launches, and with a list of the gaps.
-
-    The first step follows nothing, so the list leaves it out.
-    """
-    with profiled(folder, job, "-steady", host=False) as path:
-        job.chain(state, 1 + NUM_STAGE_STEPS)
-    if job.device.type == "cuda" and job.parallel.rank == 0:
-        show(describe_device(device_time(read_trace(path), skip=1 / (1 + NUM_STAGE_STEPS)), over_us=10.0))
 
 
 def measure(args: argparse.Namespace, loaded: Loaded, workload: Workload) -> list[dict[str, Any]]:

@@ -55,6 +55,8 @@ class MoE:
 
     def _expert_weight(self, tensors: dict[str, torch.Tensor], name: str) -> tuple[torch.Tensor | PackedWeight, torch.Tensor | None]:
         """A weight and its scale as stored; where the product reads it packed, so. It then leaves `tensors`: packing takes its memory."""
+        if name not in tensors:
+            raise ValueError(f"{name}: a Model has packed these weights in their own memory; a second Model needs weights of its own")
         weight, scale = tensors[name], tensors[f"{name}_scale"]
         if not self.profile.activation_quant or not moe.takes_packed_weights(weight, self.profile.compute_dtype):
             return weight, scale

@@ -83,3 +83,9 @@ def test_rows_fetched_ahead(runner):
     got = runner.model.forward(ahead)
     runner.caches.poison()
     assert torch.equal(got, runner.model.forward(batch))
+
+
+def test_weights_that_another_model_packed(runner):
+    with pytest.raises(ValueError, match=r"layers\.2\.ffn\.experts\.w2: .* a second Model needs weights of its own"):
+        runner.reload(edit_weights=lambda tensors: tensors.pop("layers.2.ffn.experts.w2"))
+    runner.reload()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What a torch profiler trace says of the device: how long it stood idle, the gaps, and the time of every kernel.
+"""Traces of prefill steps, and what a torch profiler trace says of the device: how long it stood idle, the gaps, the time of every kernel.
 
-    python bench/trace.py profile/prefill-...-steady.json.gz --over-us 10 --kernels 20
+    python bench/device_trace.py profile/prefill-...-steady.json.gz --over-us 10 --kernels 20
 
 A gap is time in which nothing runs on the device, on no stream: no kernel, no copy.
 """
@@ -12,12 +12,21 @@ import argparse
 import gzip
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mini_deepinfer.report import show
+
+if TYPE_CHECKING:
+    from bench.prefill_job import PrefillJob, SavedState
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+CHAINED_STEPS = 3  # of a steady trace
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     packed = path.read_bytes()
     trace = json.loads(gzip.decompress(packed) if path.suffix == ".gz" else packed)
     if not isinstance(trace, dict) or "traceEvents" not in trace:
-        raise ValueError(f"trace: {path} is no Chrome trace (no traceEvents)")
+        raise ValueError(f"device_trace: {path} is no Chrome trace (no traceEvents)")
     return trace["traceEvents"]
 
 
@@ -56,7 +65,7 @@ def device_time(events: Iterable[dict[str, Any]], *, skip: float = 0.0) -> Devic
         first = work[0][0] + skip * (work[-1][0] - work[0][0])
         work = [item for item in work if item[0] >= first]
     if not work:
-        raise ValueError("trace: no kernel in this trace")
+        raise ValueError("device_trace: no kernel in this trace")
     kernels: dict[str, tuple[int, float]] = {}
     gaps: list[Gap] = []
     end, last = work[0][0], ""
@@ -83,6 +92,31 @@ def describe(times: DeviceTime, *, over_us: float, num_kernels: int = 0) -> str:
     return "\n".join(lines)
 
 
+@contextmanager
+def profiled(folder: Path, job: PrefillJob, suffix: str, *, host: bool = True) -> Iterator[Path]:
+    """The torch profiler around a block; writes one trace for this rank, to the path it yields. host False: of the GPU alone."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = job.device.type == "cuda"
+    activities = [ProfilerActivity.CPU] * (host or not on_gpu) + [ProfilerActivity.CUDA] * on_gpu
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"prefill-ctx{job.workload.context_len}-new{job.workload.new_tokens}-rank{job.parallel.rank}{suffix}.json.gz"
+    with profile(activities=activities) as profiler:
+        yield folder / name
+    profiler.export_chrome_trace(str(folder / name))
+
+
+def profile_chain(job: PrefillJob, state: SavedState, folder: Path) -> None:
+    """A trace of a few chained steps; on a GPU without the host's side, which would slow the launches, and with a list of the gaps.
+
+    The first step follows nothing, so the list leaves it out.
+    """
+    with profiled(folder, job, "-steady", host=False) as path:
+        job.chain(state, CHAINED_STEPS)
+    if job.device.type == "cuda" and job.parallel.rank == 0:
+        show(describe(device_time(read_trace(path), skip=1 / CHAINED_STEPS), over_us=10.0))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, help="trace of the torch profiler (.json, .json.gz)")
@@ -93,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(describe(device_time(read_trace(args.trace), skip=args.skip), over_us=args.over_us, num_kernels=args.kernels))
     except (OSError, ValueError) as error:
-        print(f"trace: {error}", file=sys.stderr)
+        print(f"device_trace: {error}", file=sys.stderr)
         return 2
     return 0
 
