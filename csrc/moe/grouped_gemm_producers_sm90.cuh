@@ -130,10 +130,12 @@ __device__ __forceinline__ Work find_work(const SharedStorage& shared, const Gro
             t.first_column + rank * kColumns, cut, dealt(round + 1) < num_tiles};
 }
 
-// The map of this block's share of a tile's rows. Block 0 has the first ones, as many as block 1 or 8 more.
+// Rows of a tile that block 0 fetches, the first ones: as many as block 1 or 8 more.
+__device__ __forceinline__ int first_half(const Work& work) { return align_up(work.width / kCluster, kRowStep); }
+
+// The map of this block's share of a tile's rows
 __device__ __forceinline__ const CUtensorMap* map_of_rows(const Maps& maps, const Work& work, int rank) {
-    const int first_half = align_up(work.width / kCluster, kRowStep);
-    return &maps.rows[(rank == 0 ? first_half : work.width - first_half) / kRowStep - 1];
+    return &maps.rows[(rank == 0 ? first_half(work) : work.width - first_half(work)) / kRowStep - 1];
 }
 
 // -- producer ---------------------------------------------------------------------------------------------------------
@@ -182,12 +184,12 @@ struct Producer {
 
     // The stages of a tile
     __device__ __forceinline__ void fill(const Work& work) {
-        const int first_half = align_up(work.width / kCluster, kRowStep);
+        const int first = rank * first_half(work);  // of the tile's rows
         const CUtensorMap* map = map_of_rows(maps, work, rank);
-        const int y = static_cast<int>(work.first_row) + rank * first_half;
+        const int y = static_cast<int>(work.first_row) + first;
         const int column = work.expert * p.num_out + work.first_column;  // E * O <= 2^30
         const int shifts = work.expert * ceil_div(p.k, kBlockK);
-        const uint32_t rows = static_cast<uint32_t>(sizeof(Stage)) + rank * first_half * kBlockK;  // in a stage
+        const uint32_t rows = static_cast<uint32_t>(sizeof(Stage)) + first * kBlockK;  // in a stage
         const uint32_t bytes = static_cast<uint32_t>(work.width * kBlockK + kCodeBytes + sizeof(Stage::shifts));
         for (int i = 0; i < num_steps; ++i, advance()) {
             const uint32_t stage = wait_stage();

@@ -60,7 +60,6 @@
 #include "common/number_formats.cuh"
 #include "common/ptx_sm90.cuh"
 #include "common/tma_sm90.h"
-#include "common/wgmma_e4m3_sm90.cuh"
 #include "common/wgmma_sm90.cuh"
 #include "moe/grouped_gemm_producers_sm90.cuh"
 #include "moe/moe.h"
