@@ -15,6 +15,7 @@ import dataclasses
 import importlib.util
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,13 @@ def floor_ms(case: Case, peaks: dict[str, float]) -> float:
     return max(case.flops / ((rate or peaks["bf16"]) * 1e9), case.bytes / (peaks["tb_per_s"] * 1e9))
 
 
-def run_case(case: Case, impls: list[str], device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Check and time one case; the rows of the implementations that passed. Raises if one fails its check."""
+def run_case(
+    case: Case, impls: list[str], device: torch.device, args: argparse.Namespace, read_joule: Callable[[], float] | None = None
+) -> list[dict[str, Any]]:
+    """Check and time one case; the rows of the implementations that passed. Raises if one fails its check.
+
+    read_joule: the GPU's energy counter, for rows with the energy of a call.
+    """
     inputs = case.make(device)
     errors: dict[str, float] = {}
     failures: list[str] = []
@@ -81,10 +87,9 @@ def run_case(case: Case, impls: list[str], device: torch.device, args: argparse.
     if runs and not args.check_only:
         latencies = time_paired(runs, device, warmup=args.num_iters_warmup, iters=args.num_iters)
     rows = [_row(case, impl, latencies, errors, device, args.run_name) for impl in latencies]
-    if args.energy:
-        counter = energy_counter(device)
+    if read_joule is not None:
         for row in rows:
-            energy = measure_energy(runs[row["impl"]], counter, lambda: torch.cuda.synchronize(device))
+            energy = measure_energy(runs[row["impl"]], read_joule, lambda: torch.cuda.synchronize(device))
             row["energy"] = dataclasses.asdict(energy)
     if args.check_only:
         for impl in impls:
@@ -152,9 +157,8 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         )
     header = ["op", "impl", "median ms", "p10", "p90", "floor", "% peak", "TFLOP/s", "GB/s", "against", "max error"]
     show(table(header, lines))
-    hot = [row for row in rows if "energy" in row]
-    if hot:
-        energies = [(row, Energy(**row["energy"])) for row in hot]
+    energies = [(row, Energy(**row["energy"])) for row in rows if "energy" in row]
+    if energies:
         lines = [[f"{row['op']} {row['name']}", row["impl"], f"{e.ms:.4f}", f"{1e3 * e.joule:.1f}", f"{e.watt:.0f}"] for row, e in energies]
         show(table(["op, long run", "impl", "ms", "mJ a call", "W"], lines))
 
@@ -196,12 +200,11 @@ def main(argv: list[str] | None = None) -> int:
         show("bench_ops: no GPU; --device cpu runs the reference implementations")
         return 2
     device = torch.device(args.device)
-    if args.energy:
-        try:
-            energy_counter(device)
-        except RuntimeError as error:
-            show(f"bench_ops: --energy: {error}")
-            return 2
+    try:
+        read_joule = energy_counter(device) if args.energy else None
+    except RuntimeError as error:
+        show(f"bench_ops: --energy: {error}")
+        return 2
     show(build_line(device))
     rows: list[dict[str, Any]] = []
     failed = 0
@@ -212,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
         if not impls:
             continue
         try:
-            new_rows = run_case(case, impls, device, args)
+            new_rows = run_case(case, impls, device, args, read_joule)
         except CheckError as error:
             failed += 1
             show(f"CHECK FAILED: {error}")
